@@ -1,0 +1,234 @@
+r"""One function an equation. Every bound is a sum over the data, never divided by N. Torch only.
+
+Order, for Gaussian noise: titsias (:math:`F_1`) <= spherical (:math:`F_5`) <= tighter (:math:`F_4`)
+<= full (:math:`F_8`) <= log evidence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .linalg import cholesky
+from .moments import Whitened, add_identity_cholesky
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The price of the residual variance
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def trace_penalty(residual: Tensor, noise: Tensor) -> Tensor:
+    r"""What SVGP and SGPR pay for the variance that the inducing variables leave unexplained.
+
+    .. math:: \tfrac12 \sum_n d_n / \sigma_n^2
+
+    :param residual: :math:`d_n \ge 0`, shape ``... x N``.
+    :param noise: :math:`\sigma_n^2 > 0`, broadcastable to ``residual``.
+    :return: Sum over ``N``, shape ``...``.
+    """
+    return 0.5 * (residual / noise).sum(-1)
+
+
+def spherical_penalty(residual: Tensor, noise: Tensor) -> Tensor:
+    r"""The same price when one scale serves all points, :math:`C = mD` with the best :math:`m`.
+
+    .. math:: \tfrac N2 \log\Bigl(1 + \tfrac1N \sum_n d_n / \sigma_n^2\Bigr)
+
+    Parameters as in :func:`trace_penalty`.
+    """
+    return 0.5 * residual.size(-1) * torch.log1p((residual / noise).mean(-1))
+
+
+def log_penalty(residual: Tensor, noise: Tensor) -> Tensor:
+    r"""Cost of the variance that the inducing variables leave unexplained, at the best :math:`m_n`.
+
+    .. math:: \tfrac12 \sum_n \log\bigl(1 + d_n / \sigma_n^2\bigr)
+
+    SVGP pays :func:`trace_penalty` instead; this is never more, and equal only where :math:`d_n = 0`.
+    Parameters as in :func:`trace_penalty`.
+    """
+    return 0.5 * torch.log1p(residual / noise).sum(-1)
+
+
+def full_penalty(residual_covariance: Tensor, noise: Tensor) -> Tensor:
+    r"""The same price when :math:`\mathrm{Cov}[f \mid u]` is free, :math:`C = (D^{-1} + \Sigma^{-1})^{-1}`.
+
+    .. math:: \tfrac12 \log\bigl|I + \Sigma^{-1/2} D \Sigma^{-1/2}\bigr|
+
+    :param residual_covariance: :math:`D`, shape ``... x N x N``.
+    :param noise: :math:`\sigma_n^2`, shape ``... x N``.
+    """
+    stddev = noise.sqrt()
+    scaled = residual_covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
+    return add_identity_cholesky(scaled).diagonal(dim1=-1, dim2=-2).log().sum(-1)
+
+
+def scale_penalty(scale: Tensor) -> Tensor:
+    r"""KL divergence between the conditionals q(f|u) and p(f|u), point by point.
+
+    .. math:: -\phi(m_n) = \tfrac12 (m_n - 1 - \log m_n) \ge 0
+
+    :param scale: :math:`m_n > 0`, any shape.
+    :return: Same shape; zero where :math:`m_n = 1`.
+    """
+    return 0.5 * (scale - 1 - scale.log())
+
+
+def optimal_scale(residual: Tensor, precision: Tensor) -> Tensor:
+    r"""The best scale where the log likelihood falls with the variance at rate :math:`\lambda_n / 2`.
+
+    .. math:: m_n = \frac{1}{1 + \lambda_n d_n}
+
+    For Gaussian noise :math:`\lambda_n = 1/\sigma_n^2`, so :math:`m_n = \sigma_n^2 / (\sigma_n^2 + d_n)`.
+
+    :param residual: :math:`d_n`, shape ``... x N``.
+    :param precision: :math:`\lambda_n \ge 0`, broadcastable to ``residual``.
+    """
+    return (1 + precision * residual).reciprocal()
+
+
+def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
+    r""":func:`scale_penalty` at :func:`optimal_scale`, safe where the scale underflows or rounds to one.
+
+    .. math:: -\phi(m_n) = \tfrac12 \Bigl(\log(1 + x_n) - \frac{x_n}{1 + x_n}\Bigr), \qquad x_n = \lambda_n d_n
+
+    Parameters as in :func:`optimal_scale`; returns one value a point.
+    """
+    ratio = precision * residual
+    return 0.5 * (torch.log1p(ratio) - ratio / (1 + ratio))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collapsed bounds, Gaussian noise
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+    r"""Log density of the targets under the explained part of the prior plus noise.
+
+    .. math::
+
+        \log \mathcal N(y; 0, A^\top A + \Sigma)
+        = -\tfrac12 \Bigl[ \sum_n \log 2\pi\sigma_n^2 + \lVert r \rVert^2 + \lVert w \rVert^2 \Bigr]
+          - \sum_i \log (L_B)_{ii}
+
+    with :math:`\tilde A = A\Sigma^{-1/2}`, :math:`\tilde y = \Sigma^{-1/2}y`,
+    :math:`L_B = \mathrm{chol}(I + \tilde A \tilde A^\top)`, :math:`w = L_B^{-\top} L_B^{-1} \tilde A \tilde y` and
+    :math:`r = \tilde y - \tilde A^\top w`. The quadratic form is a sum of squares, so small noise cancels nothing.
+
+    :param projection: :math:`A`, shape ``... x M x N``.
+    :param targets: :math:`y - \mu(X)`, shape ``... x N``.
+    :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
+    :return: Shape ``...``.
+    """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
+    stddev = noise.sqrt()
+    scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
+    factor = add_identity_cholesky(scaled @ scaled.mT)
+    weights = torch.cholesky_solve(scaled @ whitened, factor)
+    misfit = whitened - scaled.mT @ weights
+    quadratic = misfit.square().sum((-1, -2)) + weights.square().sum((-1, -2))
+    log_det = 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1) + noise.log().sum(-1)
+    return -0.5 * (targets.size(-1) * _LOG_2PI + quadratic + log_det)
+
+
+def titsias_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor) -> Tensor:
+    r""":math:`F_1`, the collapsed SGPR bound: :func:`nystrom_log_prob` less :func:`trace_penalty`.
+
+    :param projection: :math:`A`, shape ``... x M x N``.
+    :param targets: :math:`y - \mu(X)`, shape ``... x N``.
+    :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
+    :param residual: :math:`d_n`, shape ``... x N``.
+    """
+    return nystrom_log_prob(projection, targets, noise) - trace_penalty(residual, noise)
+
+
+def spherical_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor) -> Tensor:
+    r""":math:`F_5 = F_9`: :func:`nystrom_log_prob` less :func:`spherical_penalty`. Parameters of :func:`titsias_bound`."""
+    return nystrom_log_prob(projection, targets, noise) - spherical_penalty(residual, noise)
+
+
+def tighter_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor) -> Tensor:
+    r""":math:`F_4`, the tighter bound: :func:`nystrom_log_prob` less :func:`log_penalty`.
+
+    Parameters of :func:`titsias_bound`.
+    """
+    return nystrom_log_prob(projection, targets, noise) - log_penalty(residual, noise)
+
+
+def scaled_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
+    r""":math:`F_3(M)`, the collapsed bound at any scales; :func:`tighter_bound` is its maximum over them.
+
+    .. math:: F_3 = \log \mathcal N(y; 0, A^\top A + \Sigma) - \tfrac12 \sum_n
+              \bigl[ m_n d_n / \sigma_n^2 - 1 - \log m_n + m_n \bigr]
+
+    :param scale: :math:`m_n > 0`, broadcastable to ``residual``; the others as in :func:`titsias_bound`.
+    """
+    penalty = trace_penalty(scale * residual, noise) + scale_penalty(scale.expand_as(residual)).sum(-1)
+    return nystrom_log_prob(projection, targets, noise) - penalty
+
+
+def full_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_covariance: Tensor) -> Tensor:
+    r""":math:`F_8`, the best bound that keeps the prior's conditional mean; :math:`O(N^3)`.
+
+    :func:`nystrom_log_prob` less :func:`full_penalty`.
+
+    :param residual_covariance: :math:`D`, shape ``... x N x N``; the others as in :func:`titsias_bound`.
+    """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
+    return nystrom_log_prob(projection, targets, noise) - full_penalty(residual_covariance, noise)
+
+
+def exact_log_evidence(covariance: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+    r""":math:`\log \mathcal N(y; 0, K + \Sigma)`, what every bound is below; :math:`O(N^3)`.
+
+    :param covariance: :math:`K`, shape ``... x N x N``; the others as in :func:`titsias_bound`.
+    """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
+    factor = cholesky(covariance + torch.diag_embed(noise), name="K + noise")
+    whitened = torch.linalg.solve_triangular(factor, targets.unsqueeze(-1), upper=False)
+    log_det = 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
+    return -0.5 * (targets.size(-1) * _LOG_2PI + whitened.square().sum((-1, -2)) + log_det)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Uncollapsed terms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def whitened_kl(q: Whitened) -> Tensor:
+    r"""KL divergence from the whitened prior.
+
+    .. math:: \mathrm{KL}[q(w) \,\Vert\, \mathcal N(0, I)]
+              = \tfrac12 \bigl( \mathrm{tr}\, S + \lVert m \rVert^2 - M - \log |S| \bigr)
+
+    :param q: A Gaussian with a triangular ``root`` or a ``stddev``.
+    :return: Shape ``...``.
+    """
+    if q.root is not None:
+        trace, diagonal = q.root.square().sum((-1, -2)), q.root.diagonal(dim1=-1, dim2=-2)
+    elif q.stddev is not None:
+        trace, diagonal = q.stddev.square().sum(-1), q.stddev
+    else:
+        raise ValueError(
+            "whitened_kl needs a Gaussian q(w) with a root or a stddev; got a point mass, whose KL is infinite."
+        )
+    return 0.5 * (trace + q.mean.square().sum(-1) - q.mean.size(-1)) - diagonal.abs().log().sum(-1)
+
+
+def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
+    r"""Expected log density under Gaussian noise, point by point.
+
+    .. math:: -\tfrac12 \bigl( \log 2\pi\sigma_n^2 + [(y_n - \mu_n)^2 + v_n] / \sigma_n^2 \bigr)
+
+    :param targets: :math:`y_n`.
+    :param mean: :math:`\mu_n`.
+    :param variance: :math:`v_n`.
+    :param noise: :math:`\sigma_n^2`; all four broadcast.
+    """
+    return -0.5 * (_LOG_2PI + noise.log() + ((targets - mean).square() + variance) / noise)

@@ -1,0 +1,123 @@
+"""Quantities of the whole training set, gathered in chunks without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.mlls import VariationalELBO
+from gpytorch.models import ApproximateGP, ExactGP
+from torch import Tensor
+
+from ._modes import temporary_mode
+from .conditionals import PerPoint
+from .latent import require_gaussian, tighter_strategy
+from .likelihoods.properties import gaussian_noise
+from .mlls import TighterELBO
+from .strategies._tighter_strategy import _TighterStrategy
+
+
+def chunks(num_data: int, batch_size: int) -> Iterator[slice]:
+    """Consecutive slices of at most ``batch_size`` rows."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
+    return (slice(start, min(start + batch_size, num_data)) for start in range(0, num_data, batch_size))
+
+
+@torch.no_grad()
+def evaluate_bound(
+    model: ApproximateGP | ExactGP,
+    likelihood: Likelihood,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int = 1024,
+    *,
+    objective: type[TighterELBO] | type[VariationalELBO] = TighterELBO,
+    **kwargs: Any,
+) -> Tensor:
+    r"""The bound on the log evidence of a whole data set: a sum over the data, not divided by :math:`N`.
+
+    Priors on hyperparameters are left out. The model is left in the mode it was in; its strategies are evaluated in
+    training mode and everything else (dropout, batch normalisation) in eval mode.
+
+    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
+        :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
+    :param likelihood: The likelihood.
+    :param x: All training inputs, ``... x N x D``.
+    :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks).
+    :param batch_size: Points a chunk; the result does not depend on it.
+    :param objective: :class:`TighterELBO`, or :class:`~gpytorch.mlls.VariationalELBO` for the standard bound at the
+        same parameters (``conditional="optimal"`` only).
+    :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data.
+    :return: Shape of the batch of models.
+
+    Example:
+        >>> bound = tighter_gp.evaluate_bound(model, likelihood, train_x, train_y)
+        >>> bool(bound < 0)
+        True
+    """
+    if isinstance(model, ExactGP):
+        with temporary_mode(model, True), temporary_mode(likelihood, True):
+            log_prob = likelihood(model(x), **kwargs).log_prob(y)
+            return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
+
+    num_data = x.size(-2)
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
+        kwargs["noise"] = likelihood.noise_covar.noise
+    mll = objective(likelihood, model, num_data, combine_terms=False)
+    strategies = [module for module in model.modules() if isinstance(module, _TighterStrategy)]
+    needs_index = any(isinstance(strategy.conditional, PerPoint) for strategy in strategies)
+    data_terms: Tensor | float = 0.0
+    with temporary_mode(model, False), temporary_mode(likelihood, False):
+        for strategy in strategies:
+            strategy.training = True
+        for rows in chunks(num_data, batch_size):
+            call = {"index": torch.arange(rows.start, rows.stop, device=x.device)} if needs_index else {}
+            sliced = {name: value[..., rows] for name, value in kwargs.items()}
+            terms = mll(model(x[..., rows, :], **call), _slice_targets(y, rows, num_data, model), **sliced)
+            log_likelihood, kl_divergence, _, *rest = terms
+            added_loss, conditional = (*rest, 0.0, 0.0)[:2]
+            data_terms = data_terms + (rows.stop - rows.start) * (log_likelihood - conditional - added_loss)
+    return data_terms - num_data * kl_divergence
+
+
+def _slice_targets(y: Tensor, rows: slice, num_data: int, model: Any) -> Tensor:
+    several_tasks = hasattr(model.variational_strategy, "num_tasks") or y.size(-1) != num_data
+    return y[..., rows, :] if several_tasks and y.dim() > 1 and y.size(-2) == num_data else y[..., rows]
+
+
+@torch.no_grad()
+def set_optimal_q(
+    model: ApproximateGP, likelihood: Likelihood, x: Tensor, y: Tensor, batch_size: int = 1024, **kwargs: Any
+) -> None:
+    r"""Put q(u) at its closed-form optimum for Gaussian noise and the current hyperparameters.
+
+    The optimum is the same for SVGP and for the tighter family. A mean-field or delta q(u) gets the optimum of its
+    form. Sums over the data are gathered in float64, in :math:`O(NM^2)`.
+
+    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package.
+    :param likelihood: A Gaussian likelihood.
+    :param x: All training inputs, ``... x N x D``.
+    :param y: All training targets, ``... x N``.
+    :param batch_size: Points a chunk.
+    :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
+
+    Example:
+        >>> tighter_gp.set_optimal_q(model, likelihood, train_x, train_y)
+    """
+    require_gaussian(likelihood, "set_optimal_q")
+    strategy = tighter_strategy(model)
+    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    gram: Tensor | float = 0.0
+    linear: Tensor | float = 0.0
+    with temporary_mode(model, False):
+        for rows in chunks(x.size(-2), batch_size):
+            mean, projection, _ = strategy.projected(x[..., rows, :])
+            projection, weights = projection.double(), noise[..., rows].double().reciprocal()
+            weighted = projection * weights.unsqueeze(-2)
+            misfit = (y[..., rows] - mean).double()
+            gram = gram + weighted @ projection.mT
+            linear = linear + (weighted @ misfit.unsqueeze(-1)).squeeze(-1)
+    strategy.set_optimal(gram, linear)

@@ -1,0 +1,114 @@
+r"""Dense linear algebra: one Cholesky factor, one projection, one residual. Torch only.
+
+Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
+:math:`d_n = k_{nn} - \lVert a_n \rVert^2`.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+# Relative to the mean of the diagonal; each further try multiplies it by ten.
+_FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
+_MAX_TRIES = 6
+
+
+def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
+    r"""Lower Cholesky factor that retries with a jitter proportional to the matrix's own scale.
+
+    A matrix that is positive definite is factorised as it is. One that is not gets
+    :math:`\epsilon \cdot \mathrm{mean}(\mathrm{diag})` on its diagonal, :math:`\epsilon` growing tenfold
+    from 1e-8 (float64) or 1e-6 (float32), with a warning; only the failing members of a batch are touched.
+
+    :param matrix: Symmetric, shape ``... x M x M``.
+    :param name: What to call the matrix in messages.
+    :return: Shape ``... x M x M``.
+    :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if matrix.is_meta or not info.any():
+        return factor
+    _raise_if_not_finite(matrix, name)
+    scale = matrix.detach().diagonal(dim1=-1, dim2=-2).mean(-1).abs()
+    jitter = _FIRST_RETRY_JITTER.get(matrix.dtype, 1e-6)
+    added = torch.zeros_like(scale)
+    for _ in range(_MAX_TRIES):
+        added = torch.where(info > 0, jitter * scale, added)
+        factor, info = torch.linalg.cholesky_ex(
+            matrix + torch.diag_embed(added.unsqueeze(-1).expand(matrix.shape[:-1]))
+        )
+        if not info.any():
+            warnings.warn(
+                f"{name} ({_describe(matrix)}) was not positive definite: "
+                f"added jitter {added.max().item():.1e} to its diagonal.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return factor
+        jitter *= 10
+    smallest = torch.linalg.eigvalsh(matrix.detach().double()).min().item()
+    raise torch.linalg.LinAlgError(
+        f"{name} ({_describe(matrix)}) is not positive definite: its smallest eigenvalue is {smallest:.3e} with a mean "
+        f"diagonal of {scale.mean().item():.3e}, and adding up to {added.max().item():.1e} did not help."
+    )
+
+
+def _raise_if_not_finite(matrix: Tensor, name: str) -> None:
+    bad = int((~torch.isfinite(matrix)).sum())
+    if bad:
+        raise torch.linalg.LinAlgError(f"{name} ({_describe(matrix)}) has {bad} NaN or infinite entries.")
+
+
+def _describe(matrix: Tensor) -> str:
+    return f"{'x'.join(str(n) for n in matrix.shape)}, {str(matrix.dtype).removeprefix('torch.')}"
+
+
+class _KnownFactor(torch.autograd.Function):
+    """The Cholesky factor of a matrix when its value is at hand: only the derivative is left to do."""
+
+    @staticmethod
+    def forward(ctx, matrix: Tensor, factor: Tensor) -> Tensor:
+        factor = factor.clone()
+        ctx.save_for_backward(factor)
+        return factor
+
+    @staticmethod
+    def backward(ctx, grad_factor: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        inner = (factor.mT @ grad_factor).tril()
+        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-1, dim2=-2))
+        outer = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+        outer = torch.linalg.solve_triangular(factor, outer, upper=False, left=False)
+        return 0.5 * (outer + outer.mT), None
+
+
+def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
+    r"""A factor computed earlier, joined to the graph of ``matrix`` without factorising again.
+
+    :param matrix: The matrix, ``... x M x M``; gradients flow into it.
+    :param factor: Its lower Cholesky factor, without a graph.
+    """
+    return _KnownFactor.apply(matrix, factor)
+
+
+def project(chol: Tensor, cross: Tensor) -> Tensor:
+    r"""Whitened cross-covariance :math:`A = L^{-1} K_{ZX}`, in the dtype of ``cross``.
+
+    :param chol: :math:`L`, shape ``... x M x M``.
+    :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
+    :return: Shape ``... x M x B``.
+    """
+    return torch.linalg.solve_triangular(chol.to(cross.dtype), cross, upper=False)
+
+
+def residual_variance(prior_variance: Tensor, projection: Tensor) -> Tensor:
+    r"""What the inducing variables leave unexplained, :math:`d_n = \max(0, k_{nn} - \lVert a_n \rVert^2)`.
+
+    :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
+    :param projection: :math:`A`, shape ``... x M x B``.
+    :return: Shape ``... x B``.
+    """
+    return (prior_variance - projection.square().sum(-2)).clamp_min(0.0)

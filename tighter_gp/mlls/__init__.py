@@ -1,0 +1,5 @@
+"""Objectives."""
+
+from .tighter_elbo import ELBOTerms, TighterELBO
+
+__all__ = ["ELBOTerms", "TighterELBO"]

@@ -1,0 +1,282 @@
+"""The objective of the tighter family."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from gpytorch.variational._variational_strategy import _VariationalStrategy
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from ..bounds import gaussian_expected_log_prob, optimal_scale, optimal_scale_penalty
+from ..conditionals import ScalarConditional
+from ..likelihoods.properties import gaussian_noise, is_gaussian, is_log_concave, observed
+from ..operators import ResidualLinearOperator, iter_residuals, replace_residual
+from ..strategies._tighter_strategy import ConditionalAddedLossTerm, _TighterStrategy
+
+
+class ELBOTerms(NamedTuple):
+    r"""The parts of the bound per datum: ``log_likelihood - kl_divergence + log_prior - added_loss - conditional``.
+
+    :param log_likelihood: Mean expected log likelihood over the batch.
+    :param kl_divergence: :math:`\beta \, \mathrm{KL}[q(u) \Vert p(u)] / N`.
+    :param log_prior: Log density of the priors on hyperparameters, over :math:`N`.
+    :param added_loss: Added loss terms of the model, unscaled as in GPyTorch.
+    :param conditional: :math:`\beta \, \mathrm{KL}[q(f|u) \Vert p(f|u)]`, mean over the batch.
+    """
+
+    log_likelihood: Tensor
+    kl_divergence: Tensor
+    log_prior: Tensor
+    added_loss: Tensor
+    conditional: Tensor
+
+    @property
+    def bound(self) -> Tensor:
+        """What :class:`TighterELBO` returns with ``combine_terms=True``."""
+        return self.log_likelihood - self.kl_divergence + self.log_prior - self.added_loss - self.conditional
+
+
+class TighterELBO(_ApproximateMarginalLogLikelihood):
+    r"""
+    The tighter evidence lower bound, per datum.
+
+    .. math::
+
+        \frac1N \Bigl\{ \sum_n \mathbb E_{\mathcal N(\mu_n,\, s_n + m_n d_n)} [\log p(y_n \mid f_n)]
+        - \tfrac12 \sum_n (m_n - 1 - \log m_n) - \mathrm{KL}[q(u) \,\Vert\, p(u)] \Bigr\}
+
+    A batch gives an unbiased estimate: its sums over points become means, and only the KL divergence is divided by
+    ``num_data``. With Gaussian noise and ``conditional="optimal"`` the scales are :math:`m_n = \sigma_n^2/(\sigma_n^2 +
+    d_n)`, so that the residual variance costs :math:`\tfrac12 \log(1 + d_n/\sigma_n^2)` where SVGP pays
+    :math:`\tfrac12 d_n/\sigma_n^2`.
+
+    The value is a lower bound on the log evidence (in expectation over batches) for Gaussian noise with every
+    conditional, for log-concave likelihoods with every conditional, and for any likelihood with ``"scalar"``.
+
+    :param likelihood: The likelihood.
+    :param model: An :class:`~gpytorch.models.ApproximateGP` built on a strategy of this package, perhaps inside one of
+        GPyTorch's multitask strategies.
+    :param num_data: The total number of training points :math:`N`.
+    :param beta: Factor on both KL divergences, that of q(u) and that of the conditional; below 1 the value is no bound.
+    :param combine_terms: Whether to return the sum (default) or :class:`ELBOTerms`.
+
+    Example:
+        >>> mll = tighter_gp.TighterELBO(likelihood, model, num_data=train_y.numel())
+        >>> loss = -mll(model(train_x), train_y)
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, model: Any, num_data: int, beta: float = 1.0, combine_terms: bool = True
+    ) -> None:
+        if num_data < 1:
+            raise ValueError(f"num_data is the number of training points; got {num_data}.")
+        if not beta > 0:
+            raise ValueError(f"beta must be positive; got {beta}.")
+        strategies = _tighter_strategies(model)
+        super().__init__(likelihood, model, num_data, beta, combine_terms)
+        if not is_gaussian(likelihood) and all(not s.conditional.is_learned for s in strategies):
+            raise TypeError(
+                f"conditional='optimal' has a closed form for Gaussian noise only; got {type(likelihood).__name__}. "
+                "Build the strategy with conditional='beta' or 'scalar'."
+            )
+        if not is_log_concave(likelihood) and not all(s.conditional.is_strict for s in strategies):
+            warnings.warn(
+                f"{type(likelihood).__name__} is not known to be log-concave, so the objective is an approximation to the "
+                "evidence, not a strict bound; conditional='scalar' is strict. A log-concave likelihood of your own "
+                "says so with is_log_concave = True.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _log_likelihood_term(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
+        return self._data_terms(variational_dist_f, target, **kwargs)[0]
+
+    def forward(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor | ELBOTerms:
+        r"""
+        :param variational_dist_f: q(f) as the model returns it in training mode.
+        :param target: :math:`y`.
+        :param kwargs: Passed to the likelihood; ``noise=`` for
+            :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
+        :return: The bound per datum, shaped like the batch of models, or :class:`ELBOTerms`.
+        """
+        num_batch = variational_dist_f.event_shape[0]
+        log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
+        log_likelihood = log_likelihood / num_batch
+        added_loss, log_prior = torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood)
+        for term in self.model.added_loss_terms():
+            if not isinstance(term, ConditionalAddedLossTerm):
+                added_loss = added_loss + term.loss()
+        for _, module, prior, closure, _ in self.named_priors():
+            log_prior = log_prior + prior.log_prob(closure(module)).sum() / self.num_data
+        terms = ELBOTerms(
+            log_likelihood=log_likelihood,
+            kl_divergence=self.model.variational_strategy.kl_divergence() * (self.beta / self.num_data),
+            log_prior=log_prior,
+            added_loss=added_loss,
+            conditional=self.beta * conditional / num_batch,
+        )
+        return terms.bound if self.combine_terms else terms
+
+    def _data_terms(self, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Expected log likelihood and KL of the conditional, each summed over the batch's points."""
+        carrier = self._residual_of(q)
+        self._check_target(q, target)
+        covar, mask = q.lazy_covariance_matrix, observed(self.likelihood, target, q.event_shape)
+        scale, penalty = carrier.scale, carrier.penalty
+        gaussian = is_gaussian(self.likelihood)
+        if gaussian:
+            noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **kwargs)
+        if not carrier.strategy.conditional.is_learned:
+            if not gaussian:
+                raise TypeError(
+                    "conditional='optimal' has a closed form for Gaussian noise only; got "
+                    f"{type(self.likelihood).__name__}. Build the last layer's strategy with conditional='beta' or "
+                    "'scalar'."
+                )
+            # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
+            precision = _pull_back(q, carrier, _masked(noise.reciprocal(), mask)) / self.beta
+            scale = optimal_scale(carrier.residual, precision)
+            penalty = optimal_scale_penalty(carrier.residual, precision)
+        elif mask is not None:
+            penalty = penalty * (_pull_back(q, carrier, mask.to(penalty.dtype)) > 0)
+        covar = replace_residual(covar, carrier.explained + scale * carrier.residual)
+
+        if gaussian:
+            filled = target if mask is None else torch.where(mask, target, q.mean.detach())
+            log_prob = gaussian_expected_log_prob(filled, q.mean, _event_diagonal(q, covar), noise)
+            log_prob = _masked(log_prob, mask)
+        else:
+            log_prob = self.likelihood.expected_log_prob(target, _with_covar(q, covar), **kwargs)
+        # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
+        log_likelihood = log_prob.sum(tuple(range(len(q.batch_shape), log_prob.dim())))
+        # The wrappers move the dimension they consume to the end of the carrier's batch.
+        consumed = range(len(q.batch_shape), len(carrier.batch_shape) + 1)
+        conditional = penalty.sum(tuple(consumed)) + self._hidden_penalty(carrier, q.event_shape[0])
+        return log_likelihood, conditional
+
+    def _residual_of(self, q: MultivariateNormal) -> ResidualLinearOperator:
+        carriers = list(iter_residuals(q.lazy_covariance_matrix)) if isinstance(q, MultivariateNormal) else []
+        if not carriers:
+            raise TypeError(
+                "TighterELBO needs q(f) as the model returns it in training mode; this one does not carry its residual "
+                "variance. Call model.train() before model(x), and hand the output over unsliced."
+            )
+        if len(carriers) > 1:
+            raise TypeError(f"TighterELBO needs q(f) from one strategy; this one mixes {len(carriers)}.")
+        (carrier,) = carriers
+        if all(carrier.strategy is not module for module in self.model.modules()):
+            raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")
+        return carrier
+
+    def _hidden_penalty(self, carrier: ResidualLinearOperator, num_batch: int) -> Tensor | float:
+        """Price of the scales in the other layers of a deep GP, which q(f) of the last one does not show."""
+        total: Tensor | float = 0.0
+        for strategy in self.model.modules():
+            if not isinstance(strategy, _TighterStrategy) or strategy is carrier.strategy:
+                continue
+            conditional = strategy.conditional
+            if not conditional.is_learned:
+                continue
+            if not isinstance(conditional, ScalarConditional):
+                raise TypeError(
+                    f"{type(conditional).__name__} in a hidden layer gives no bound: the layers above are not "
+                    "log-concave. Use conditional='scalar' there, or 'optimal', which leaves hidden layers as in SVGP."
+                )
+            total = total + num_batch * conditional.penalty(conditional.m.unsqueeze(-1)).sum()
+        return total
+
+    def _check_target(self, q: MultivariateNormal, target: Tensor) -> None:
+        if q.event_shape[0] > self.num_data:
+            raise ValueError(
+                f"The batch has {q.event_shape[0]} points but num_data={self.num_data}; num_data is the size of the whole "
+                "training set."
+            )
+        multitask_labels = len(q.event_shape) > 1 and not is_gaussian(self.likelihood)
+        allowed = {q.event_shape, q.event_shape[:1]} if multitask_labels else {q.event_shape}
+        for event_shape in allowed:
+            batch_shape = target.shape[: target.dim() - len(event_shape)]
+            if target.shape[len(batch_shape) :] == event_shape and _fits(batch_shape, q.batch_shape):
+                break
+        else:
+            wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in sorted(allowed, key=len))
+            raise ValueError(
+                f"Targets must have shape {wanted} to fit q(f); got {tuple(target.shape)}. "
+                "For a single output squeeze a trailing dimension of one."
+            )
+        if observed(self.likelihood, target, q.event_shape) is not None or target.is_meta:
+            return
+        if target.is_floating_point() and not bool(torch.isfinite(target).all()):
+            count = int((~torch.isfinite(target)).sum())
+            raise ValueError(
+                f"{count} of {target.numel()} targets are NaN or infinite; drop them, or mark NaN as missing with "
+                "gpytorch.settings.observation_nan_policy('fill')."
+            )
+
+
+def _tighter_strategies(model: Any) -> list[_TighterStrategy]:
+    """The strategies of a model, or a clear error if they are not of this package."""
+    if not hasattr(model, "variational_strategy"):
+        inner = getattr(model, "model", None)
+        hint = " Pass its .model instead." if hasattr(inner, "variational_strategy") else ""
+        raise TypeError(f"TighterELBO needs a model with a variational_strategy; got {type(model).__name__}.{hint}")
+    strategy = model.variational_strategy
+    while hasattr(strategy, "base_variational_strategy"):
+        strategy = strategy.base_variational_strategy
+    candidates = model.modules() if not isinstance(strategy, _VariationalStrategy) else [strategy]  # a deep GP
+    found = [module for module in candidates if isinstance(module, _TighterStrategy)]
+    if not found:
+        raise TypeError(
+            f"TighterELBO needs a strategy of tighter_gp, such as TighterVariationalStrategy; got {type(strategy).__name__}. "
+            "Change the strategy, or use gpytorch.mlls.VariationalELBO."
+        )
+    return found
+
+
+def _fits(batch_shape: torch.Size, target_shape: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(batch_shape, target_shape) == target_shape
+    except RuntimeError:
+        return False
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+
+
+def _event_diagonal(q: MultivariateNormal, covar: LinearOperator) -> Tensor:
+    """Variances in the shape of q's mean, exact: no rounding up of small ones, no reading back to the host."""
+    diagonal = covar.diagonal(dim1=-1, dim2=-2)
+    if not isinstance(q, MultitaskMultivariateNormal):
+        return diagonal
+    num_points, num_tasks = q.event_shape
+    if q._interleaved:
+        return diagonal.reshape(*diagonal.shape[:-1], num_points, num_tasks)
+    return diagonal.reshape(*diagonal.shape[:-1], num_tasks, num_points).mT
+
+
+def _with_covar(q: MultivariateNormal, covar: LinearOperator) -> MultivariateNormal:
+    if isinstance(q, MultitaskMultivariateNormal):
+        return MultitaskMultivariateNormal(q.mean, covar, interleaved=q._interleaved)
+    return q.__class__(q.mean, covar)
+
+
+def _pull_back(q: MultivariateNormal, carrier: ResidualLinearOperator, weights: Tensor) -> Tensor:
+    r"""Derivative of ``(weights * variance).sum()`` with respect to the residual of each latent function.
+
+    The variances are linear in the residual whatever the wrapper: :math:`\lambda = 1/\sigma^2` for a single output,
+    :math:`1/\sigma_p^2` for independent tasks, :math:`\sum_p W_{pk}^2/\sigma_p^2` for the k-th latent of an LMC.
+    """
+    if q.lazy_covariance_matrix is carrier:
+        return weights
+    weights = weights.expand(q.batch_shape + q.event_shape)
+    with torch.enable_grad():
+        probe = torch.zeros_like(carrier.residual, requires_grad=True)
+        variance = _event_diagonal(q, replace_residual(q.lazy_covariance_matrix, probe))
+        (gradient,) = torch.autograd.grad((weights * variance).sum(), probe, create_graph=True)
+    return gradient
