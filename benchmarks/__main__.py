@@ -1,0 +1,37 @@
+"""``python -m benchmarks NAME [options]``: run an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+# An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`.
+EXPERIMENTS = ("demo",)
+
+
+class UserError(Exception):
+    """Bad input: reported in one line, with exit code 2."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run one experiment."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="experiment", required=True)
+    for name in EXPERIMENTS:
+        module = importlib.import_module(f"benchmarks.{name}")
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
