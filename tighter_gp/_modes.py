@@ -1,4 +1,4 @@
-"""Run a model in another mode and put every module back as it was."""
+"""Going through data in chunks, and running a model in another mode."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def temporary_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+def chunks(num_rows: int, chunk_size: int) -> Iterator[slice]:
+    """Consecutive slices of at most ``chunk_size`` rows."""
+    if chunk_size < 1:
+        raise ValueError(f"A chunk needs at least one row; got {chunk_size}.")
+    return (slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .linalg import cholesky
-from .moments import Whitened, add_identity_cholesky
+from .moments import Whitened, add_identity, add_identity_cholesky, orthogonal_cholesky
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -232,3 +232,91 @@ def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, 
     :param noise: :math:`\sigma_n^2`; all four broadcast.
     """
     return -0.5 * (_LOG_2PI + noise.log() + ((targets - mean).square() + variance) / noise)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SOLVE-GP at its optimal q, Gaussian noise
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_inducing: int) -> Tensor:
+    r"""What is left of the SOLVE-GP bound without the price of the residual, at the best :math:`q(u)\,q(v)`.
+
+    .. math::
+
+        -\tfrac12 \Bigl[ \sum_n \log 2\pi\sigma_n^2 + y^\top (H^\top H + \Sigma)^{-1} y
+        + \log |I + A \Sigma^{-1} A^\top| + \log |I + B \Sigma^{-1} B^\top| \Bigr], \qquad H = [A; B]
+
+    :func:`nystrom_log_prob` of :math:`H` has the determinant of :math:`I + H \Sigma^{-1} H^\top` instead, which is never
+    larger than the product of the two: this is what independent q(u) and q(v) cost.
+
+    :param projection: :math:`H`, shape ``... x M x N``; see :func:`~tighter_gp.moments.solve_gp_moments`.
+    :param targets: :math:`y - \mu(X)`, shape ``... x N``.
+    :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
+    :param num_inducing: ``M_u``, the number of rows of :math:`A`.
+    :return: Shape ``...``.
+    """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
+    stddev = noise.sqrt()
+    scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
+    gram = add_identity(scaled @ scaled.mT)
+    weights = torch.cholesky_solve(scaled @ whitened, orthogonal_cholesky(gram, num_inducing))
+    misfit = whitened - scaled.mT @ weights
+    quadratic = misfit.square().sum((-1, -2)) + weights.square().sum((-1, -2))
+    log_det = noise.log().sum(-1)
+    for part in (slice(num_inducing), slice(num_inducing, None)):
+        factor = cholesky(gram[..., part, part], name="I + A A'/noise")
+        log_det = log_det + 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
+    return -0.5 * (targets.size(-1) * _LOG_2PI + quadratic + log_det)
+
+
+def solve_gp_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, num_inducing: int) -> Tensor:
+    r"""The SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`trace_penalty`.
+
+    :param residual: :math:`d_n`, shape ``... x N``; the others as in :func:`solve_gp_log_prob`.
+    """
+    return solve_gp_log_prob(projection, targets, noise, num_inducing) - trace_penalty(residual, noise)
+
+
+def tighter_solve_gp_bound(
+    projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, num_inducing: int
+) -> Tensor:
+    r"""The tighter SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`log_penalty`.
+
+    Parameters of :func:`solve_gp_bound`.
+    """
+    return solve_gp_log_prob(projection, targets, noise, num_inducing) - log_penalty(residual, noise)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of points, Gaussian noise
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
+    r"""The price of the residual when q(f|u) may correlate the points of a block, at the best block-diagonal :math:`M`.
+
+    .. math:: \tfrac12 \sum_b \log\bigl|I + \Sigma_b^{-1/2} D_{bb} \Sigma_b^{-1/2}\bigr|,
+              \qquad M_b = \bigl(I + \Sigma_b^{-1/2} D_{bb} \Sigma_b^{-1/2}\bigr)^{-1}
+
+    One point a block is :func:`log_penalty`, one block :func:`full_penalty`; merging blocks never raises it.
+
+    :param residual_blocks: :math:`D_{bb}`, shape ``... x K x S x S``. A block with fewer than ``S`` points is filled up
+        with rows and columns of zeros, which cost nothing.
+    :param noise: :math:`\sigma_n^2` in the same layout, ``... x K x S``; any positive number where a block is filled up.
+    :return: Sum over blocks, shape ``...``.
+    """
+    return full_penalty(residual_blocks, noise).sum(-1)
+
+
+def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blocks: Tensor, rows: Tensor) -> Tensor:
+    r""":math:`F_B`, between :func:`tighter_bound` and :func:`full_bound`.
+
+    :func:`nystrom_log_prob` less :func:`block_penalty`; :math:`O(S^2 (M + S))` a block.
+
+    :param residual_blocks: :math:`D_{bb}`, shape ``... x K x S x S``.
+    :param rows: The points of each block, ``K x S``, -1 where it is filled up; the others as in :func:`titsias_bound`.
+    """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
+    penalty = block_penalty(residual_blocks, noise[..., rows.clamp_min(0)])
+    return nystrom_log_prob(projection, targets, noise) - penalty

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,19 +10,12 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from ._modes import temporary_mode
+from ._modes import chunks, temporary_mode
 from .conditionals import PerPoint
 from .latent import require_gaussian, tighter_strategy
 from .likelihoods.properties import gaussian_noise
 from .mlls import TighterELBO
 from .strategies._tighter_strategy import _TighterStrategy
-
-
-def chunks(num_data: int, batch_size: int) -> Iterator[slice]:
-    """Consecutive slices of at most ``batch_size`` rows."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
-    return (slice(start, min(start + batch_size, num_data)) for start in range(0, num_data, batch_size))
 
 
 @torch.no_grad()

@@ -6,7 +6,11 @@ Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +33,7 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if matrix.is_meta or not info.any():
+    if matrix.is_meta or not (info.any() | ~factor.diagonal(dim1=-1, dim2=-2).isfinite().all()):
         return factor
     _raise_if_not_finite(matrix, name)
     scale = matrix.detach().diagonal(dim1=-1, dim2=-2).mean(-1).abs()
@@ -54,6 +58,40 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
         f"{name} ({_describe(matrix)}) is not positive definite: its smallest eigenvalue is {smallest:.3e} with a mean "
         f"diagonal of {scale.mean().item():.3e}, and adding up to {added.max().item():.1e} did not help."
     )
+
+
+@contextmanager
+def full_precision(device_type: str) -> Iterator[None]:
+    """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers."""
+    precision = torch.get_float32_matmul_precision()
+    has_autocast = torch.amp.is_autocast_available(device_type)
+    with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
+        if precision == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that raises where a graph of it is asked for, instead of leaving itself out of that graph."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "This training operation cannot be differentiated twice (create_graph=True). For second derivatives "
+                "compute the bound from tighter_gp.moments.svgp_moments and tighter_gp.bounds."
+            )
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        with torch.no_grad(), full_precision(grads[0].device.type):
+            return backward(ctx, *grads)
+
+    return checked
 
 
 def _raise_if_not_finite(matrix: Tensor, name: str) -> None:

@@ -18,9 +18,8 @@ from gpytorch.likelihoods import Likelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ._modes import temporary_mode
+from ._modes import chunks, temporary_mode
 from .bounds import optimal_scale
-from .full_data import chunks
 from .latent import CollapsedLatentGP, LatentGP, Projected, UncollapsedLatentGP, latent_gp, require_gaussian
 from .likelihoods.properties import gaussian_noise
 from .linalg import cholesky
@@ -58,13 +57,15 @@ def predict(
     ==============  =====================================================  ================================
     ``last_term``   :math:`V`                                              cost beyond ``"drop"``
     ==============  =====================================================  ================================
-    ``"drop"``      0: what ``model(x)`` predicts
+    ``"drop"``      0: SVGP's formula
     ``"exact"``     :math:`D^{-1/2}(I-M)D^{-1/2}`                          :math:`O(N^3)` once
     ``"optimal"``   :math:`(D + \Sigma)^{-1}`, Gaussian noise              :math:`O(N^3)` once
     ``"subset"``    the exact one of a few training points                 :math:`O(NM)` a test point
     ``"diagonal"``  :math:`\mathrm{diag}((1 - m_n)/d_n)`, clamped          :math:`O(NM)` a test point
     ==============  =====================================================  ================================
 
+    For an uncollapsed model ``"drop"`` is what ``model(x)`` predicts. For a collapsed one it is SGPR's own formula, where
+    GPyTorch's eval mode corrects the diagonal of the training covariance, as FITC does, and so predicts otherwise.
     ``"diagonal"`` counts correlated training points again and again, can turn negative and is then clamped with a
     warning; prefer ``"subset"``. All but ``"drop"`` are computed in float64.
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from gpytorch.kernels import InducingPointKernel, Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
@@ -13,14 +14,13 @@ from gpytorch.mlls import AddedLossTerm
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from ..bounds import log_penalty, spherical_penalty
+from ..blocks import Blocks
+from ..bounds import block_penalty, log_penalty, spherical_penalty
+from ..conditionals import ResidualBlocks
 from ..likelihoods.properties import is_gaussian
 
-_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
-    "titsias": None,  # GPyTorch's own added loss term
-    "spherical": spherical_penalty,
-    "tighter": log_penalty,
-}
+BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
+_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"spherical": spherical_penalty, "tighter": log_penalty}
 
 
 class CollapsedAddedLossTerm(AddedLossTerm):
@@ -41,6 +41,24 @@ class CollapsedAddedLossTerm(AddedLossTerm):
         return -self.penalty(self.residual, noise)
 
 
+class BlockAddedLossTerm(AddedLossTerm):
+    r"""What the residual covariance within blocks costs; see :func:`~tighter_gp.bounds.block_penalty`.
+
+    :param blocks: :math:`D_{bb}` and the points of each block.
+    :param shape: Shape of the targets.
+    :param likelihood: Brings the noise.
+    """
+
+    def __init__(self, blocks: ResidualBlocks, shape: torch.Size, likelihood: Likelihood) -> None:
+        self.blocks = blocks
+        self.shape = shape
+        self.likelihood = likelihood
+
+    def loss(self, *params: Any) -> Tensor:
+        noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
+        return -block_penalty(self.blocks.covariance, noise[..., self.blocks.rows.clamp_min(0)])
+
+
 class TighterInducingPointKernel(InducingPointKernel):
     r"""
     Drop-in for :class:`~gpytorch.kernels.InducingPointKernel` that trains the tighter collapsed bound (T-SGPR).
@@ -50,15 +68,26 @@ class TighterInducingPointKernel(InducingPointKernel):
 
     .. math:: \log \mathcal N(y; \mu, Q + \sigma^2 I) - \tfrac12 \sum_n \log(1 + d_n/\sigma_n^2)
 
-    for ``bound="tighter"``; ``"spherical"`` pays :math:`\tfrac N2 \log(1 + \sum_n d_n / N\sigma^2)`, and ``"titsias"``
-    GPyTorch's :math:`\tfrac12 \sum_n d_n/\sigma_n^2`. All are strict bounds on the evidence of the full data; there are
-    no mini-batches. At the same hyperparameters the three predict the same.
+    for ``bound="tighter"``. In increasing order of the bound, the residual costs
+
+    ===============  ==================================================  ===================
+    ``"titsias"``    :math:`\tfrac12 \sum_n d_n/\sigma_n^2`              GPyTorch's own
+    ``"spherical"``  :math:`\tfrac N2 \log(1 + \sum_n d_n / N\sigma^2)`
+    ``"tighter"``    :math:`\tfrac12 \sum_n \log(1 + d_n/\sigma_n^2)`
+    ``"block"``      :math:`\tfrac12 \sum_b \log|I + D_{bb}/\sigma^2|`   :math:`O(S^2(M+S))` a block of :math:`S` points
+    ``"full"``       :math:`\tfrac12 \log|I + D/\sigma^2|`               :math:`O(N^3)`
+    ===============  ==================================================  ===================
+
+    All are strict bounds on the evidence of the full data; there are no mini-batches. At the same hyperparameters all
+    predict the same.
 
     :param base_kernel: The kernel to approximate.
     :param inducing_points: :math:`Z`, shape ``M x D``; a parameter.
     :param likelihood: The model's Gaussian likelihood.
     :param active_dims: Input dimensions to use.
-    :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
+    :param bound: One of the table above.
+    :param blocks: For ``"block"``: the block of each training point, integers of shape ``N``; see
+        :func:`~tighter_gp.blocks.partition`.
     :param jitter_val: Added to :math:`K_{ZZ}`, once; default 0 as in GPyTorch.
 
     Example:
@@ -77,10 +106,16 @@ class TighterInducingPointKernel(InducingPointKernel):
         active_dims: tuple[int, ...] | None = None,
         *,
         bound: str = "tighter",
+        blocks: Tensor | None = None,
         jitter_val: float = 0.0,
     ) -> None:
-        if bound not in _PENALTIES:
-            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, _PENALTIES))}.")
+        if bound not in BOUNDS:
+            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        if (bound == "block") != (blocks is not None):
+            came = "none" if blocks is None else f"them with bound={bound!r}"
+            raise ValueError(
+                f"blocks= and bound='block' belong together: the labels of the training points; got {came}."
+            )
         if not is_gaussian(likelihood):
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         if bound != "titsias" and isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
@@ -91,6 +126,7 @@ class TighterInducingPointKernel(InducingPointKernel):
             raise ValueError(f"jitter_val must not be negative; got {jitter_val}.")
         super().__init__(base_kernel, inducing_points, likelihood, active_dims)
         self.bound = bound
+        self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val
 
     @property
@@ -105,13 +141,29 @@ class TighterInducingPointKernel(InducingPointKernel):
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
         covar = super().forward(x1, x2, diag=False, **kwargs)
-        penalty = _PENALTIES[self.bound]
-        if self.training and penalty is not None:
-            explained = covar.diagonal(dim1=-1, dim2=-2)
-            residual = (self.base_kernel(x1, diag=True) - explained).clamp_min(0.0)
-            term = CollapsedAddedLossTerm(residual, self.likelihood, penalty)
-            self.update_added_loss_term("inducing_point_loss_term", term)
+        if self.training and self.bound != "titsias":
+            self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(x1, covar))
         return covar.diagonal(dim1=-1, dim2=-2) if diag else covar
+
+    def _penalty_term(self, x: Tensor, covar: LinearOperator) -> AddedLossTerm:
+        explained = covar.diagonal(dim1=-1, dim2=-2)
+        residual = (self.base_kernel(x, diag=True) - explained).clamp_min(0.0)
+        if self.bound in _PENALTIES:
+            return CollapsedAddedLossTerm(residual, self.likelihood, _PENALTIES[self.bound])
+        # The full bound is that of a single block.
+        one = torch.zeros(residual.size(-1), dtype=torch.long, device=x.device)
+        blocks = Blocks(one) if self.bound == "full" else self.blocks
+        if blocks is None:
+            raise ValueError("bound='block' needs the labels of the training points: build the kernel with blocks=.")
+        root = covar.root.to_dense()  # transpose of A, ... x N x M
+
+        def covariance(rows: Tensor) -> Tensor:
+            # Blocks go in front of the kernel's own batch.
+            points = x.expand(*root.shape[:-2], *x.shape[-2:])[..., rows, :].movedim(-3, 0)
+            roots = root[..., rows, :]
+            return self.base_kernel(points).to_dense().movedim(0, -3) - roots @ roots.mT
+
+        return BlockAddedLossTerm(blocks.residual_blocks(residual, covariance), residual.shape, self.likelihood)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TighterInducingPointKernel:
         copied = self.__class__(
@@ -120,6 +172,7 @@ class TighterInducingPointKernel(InducingPointKernel):
             copy.deepcopy(self.likelihood, memo),
             self.active_dims,
             bound=self.bound,
+            blocks=None if self.blocks is None else self.blocks.labels.clone(),
             jitter_val=self.jitter_val,
         )
         memo[id(self)] = copied

@@ -1,4 +1,4 @@
-"""What the objective must know of a likelihood: its Gaussian noise, if it has one, and whether it is log-concave."""
+"""What the objective must know of a likelihood: its noise, whether it is log-concave, its expectation and curvature."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from typing import Any
 
 import torch
 from gpytorch import likelihoods, settings
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
+from gpytorch.likelihoods.likelihood import Likelihood, _Likelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
+from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator
 from torch import Tensor
+
+from ..linalg import cholesky
 
 _LOG_CONCAVE = (
     _GaussianLikelihoodBase,
     likelihoods.BernoulliLikelihood,
     likelihoods.LaplaceLikelihood,
+    likelihoods.PoissonLikelihood,
     likelihoods.SoftmaxLikelihood,
 )
 
@@ -71,3 +77,87 @@ def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tenso
     if policy == "fill" or isinstance(likelihood, likelihoods.GaussianLikelihoodWithMissingObs):
         return ~torch.isnan(targets)
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expectations under q(f)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_sampled(likelihood: Any) -> bool:
+    """Whether GPyTorch estimates the expected log likelihood by sampling, as for :class:`SoftmaxLikelihood`."""
+    return type(likelihood).expected_log_prob in (Likelihood.expected_log_prob, _Likelihood.expected_log_prob)
+
+
+def correlates_tasks(q: MultivariateNormal) -> bool:
+    """Whether the tasks of one point are correlated under q(f), as in an LMC."""
+    independent = (BlockDiagLinearOperator, BlockInterleavedLinearOperator)
+    return isinstance(q, MultitaskMultivariateNormal) and not isinstance(q.lazy_covariance_matrix, independent)
+
+
+def task_covariance(q: MultivariateNormal) -> Tensor:
+    """Covariance between the tasks of each point, ``... x N x T x T``."""
+    num_points, num_tasks = q.event_shape
+    points = torch.arange(num_points, device=q.mean.device).view(-1, 1, 1)
+    tasks = torch.arange(num_tasks, device=q.mean.device)
+    places = points * num_tasks + tasks if q._interleaved else points + tasks * num_points
+    return q.lazy_covariance_matrix[..., places, places.mT]
+
+
+def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **kwargs: Any) -> Tensor:
+    r""":math:`\mathbb E_{q(f_n)}[\log p(y_n \mid f_n)]` point by point, as the likelihood has it.
+
+    Where GPyTorch samples, it draws the tasks of a point independently and reads a batch of as many points as
+    :class:`~gpytorch.likelihoods.SoftmaxLikelihood` has features transposed. Here correlated tasks are drawn together,
+    and no batch is transposed; otherwise the draws are GPyTorch's.
+    """
+    if hasattr(likelihood, "expected_log_prob_of_moments") and not isinstance(q, MultitaskMultivariateNormal):
+        return likelihood.expected_log_prob_of_moments(
+            targets, q.mean, q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+        )
+    if not is_sampled(likelihood):
+        return likelihood.expected_log_prob(targets, q, **kwargs)
+    return _log_prob(likelihood, targets, place_samples(q, draw_samples(q)), **kwargs).mean(0)
+
+
+def draw_samples(q: MultivariateNormal) -> Tensor:
+    """Standard normal draws for every entry of f, ``S x ... x N`` or ``S x ... x N x T``."""
+    return torch.randn(settings.num_likelihood_samples.value(), *q.mean.shape, dtype=q.mean.dtype, device=q.mean.device)
+
+
+def place_samples(q: MultivariateNormal, draws: Tensor) -> Tensor:
+    """Samples of q(f) from standard normal draws: exact for each point, without correlations between points."""
+    if not correlates_tasks(q):
+        return q.mean + q.variance.sqrt() * draws
+    root = cholesky(task_covariance(q), name="covariance between tasks")
+    return q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)
+
+
+def _log_prob(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:
+    """:math:`\\log p(y \\mid f)` of samples of f."""
+    is_softmax = isinstance(likelihood, likelihoods.SoftmaxLikelihood)
+    if is_softmax and samples.size(-2) == likelihood.num_features:
+        # One point more, so that GPyTorch does not take the points for the features.
+        samples = torch.cat([samples, samples[..., :1, :]], dim=-2)
+        targets = torch.cat([targets, targets[..., :1]], dim=-1)
+        return likelihood.forward(samples, **kwargs).log_prob(targets)[..., :-1]
+    return likelihood.forward(samples, **kwargs).log_prob(targets)
+
+
+def sampled_curvature(
+    likelihood: Any, targets: Tensor, samples: Tensor, num_tasks: int | None, **kwargs: Any
+) -> Tensor:
+    r""":math:`-\partial^2 \log p(y_n \mid f_n) / \partial f_n \partial f_n^\top`, mean over samples of :math:`f`.
+
+    :param samples: ``S x ... x N``, or ``S x ... x N x T`` for several tasks.
+    :param num_tasks: ``T``, or None.
+    :return: ``... x N``, or ``... x N x T x T``.
+    """
+    with torch.enable_grad():
+        samples = samples.detach().requires_grad_()
+        log_prob = _log_prob(likelihood, targets, samples, **kwargs)
+        (slope,) = torch.autograd.grad(log_prob.sum(), samples, create_graph=True)
+        # Points are independent, so one derivative of a sum gives a row of every point's matrix.
+        parts = [slope] if num_tasks is None else slope.unbind(-1)
+        rows = [torch.autograd.grad(part.sum(), samples, retain_graph=True)[0].mean(0) for part in parts]
+    return -rows[0] if num_tasks is None else -torch.stack(rows, dim=-2)

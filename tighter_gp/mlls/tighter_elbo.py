@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from ..bounds import gaussian_expected_log_prob, optimal_scale, optimal_scale_penalty
-from ..conditionals import ScalarConditional
-from ..likelihoods.properties import gaussian_noise, is_gaussian, is_log_concave, observed
+from ..bounds import gaussian_expected_log_prob, scale_penalty
+from ..conditionals import Conditional, CurvatureConditional, OptimalConditional, ScalarConditional
+from ..likelihoods.properties import (
+    correlates_tasks,
+    draw_samples,
+    expected_log_prob,
+    gaussian_noise,
+    is_gaussian,
+    is_log_concave,
+    is_sampled,
+    observed,
+    place_samples,
+    sampled_curvature,
+    task_covariance,
+)
 from ..operators import ResidualLinearOperator, iter_residuals, replace_residual
 from ..strategies._tighter_strategy import ConditionalAddedLossTerm, _TighterStrategy
 
@@ -80,11 +95,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             raise ValueError(f"beta must be positive; got {beta}.")
         strategies = _tighter_strategies(model)
         super().__init__(likelihood, model, num_data, beta, combine_terms)
-        if not is_gaussian(likelihood) and all(not s.conditional.is_learned for s in strategies):
-            raise TypeError(
-                f"conditional='optimal' has a closed form for Gaussian noise only; got {type(likelihood).__name__}. "
-                "Build the strategy with conditional='beta' or 'scalar'."
-            )
+        if not is_gaussian(likelihood) and all(s.conditional.is_gaussian_only for s in strategies):
+            raise _no_closed_form(strategies[-1].conditional, likelihood, "the strategy")
         if not is_log_concave(likelihood) and not all(s.conditional.is_strict for s in strategies):
             warnings.warn(
                 f"{type(likelihood).__name__} is not known to be log-concave, so the objective is an approximation to the "
@@ -116,7 +128,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             log_prior = log_prior + prior.log_prob(closure(module)).sum() / self.num_data
         terms = ELBOTerms(
             log_likelihood=log_likelihood,
-            kl_divergence=self.model.variational_strategy.kl_divergence() * (self.beta / self.num_data),
+            kl_divergence=self._kl_divergence(variational_dist_f) * (self.beta / self.num_data),
             log_prior=log_prior,
             added_loss=added_loss,
             conditional=self.beta * conditional / num_batch,
@@ -127,38 +139,89 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         """Expected log likelihood and KL of the conditional, each summed over the batch's points."""
         carrier = self._residual_of(q)
         self._check_target(q, target)
-        covar, mask = q.lazy_covariance_matrix, observed(self.likelihood, target, q.event_shape)
-        scale, penalty = carrier.scale, carrier.penalty
+        mask, conditional = observed(self.likelihood, target, q.event_shape), carrier.strategy.conditional
+        if mask is not None:
+            known = target[mask]  # any of these can stand in for what is missing
+            target = torch.where(mask, target, known[0] if len(known) else torch.zeros_like(target))
         gaussian = is_gaussian(self.likelihood)
         if gaussian:
             noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **kwargs)
-        if not carrier.strategy.conditional.is_learned:
-            if not gaussian:
-                raise TypeError(
-                    "conditional='optimal' has a closed form for Gaussian noise only; got "
-                    f"{type(self.likelihood).__name__}. Build the last layer's strategy with conditional='beta' or "
-                    "'scalar'."
-                )
-            # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
-            precision = _pull_back(q, carrier, _masked(noise.reciprocal(), mask)) / self.beta
-            scale = optimal_scale(carrier.residual, precision)
-            penalty = optimal_scale_penalty(carrier.residual, precision)
-        elif mask is not None:
-            penalty = penalty * (_pull_back(q, carrier, mask.to(penalty.dtype)) > 0)
-        covar = replace_residual(covar, carrier.explained + scale * carrier.residual)
-
-        if gaussian:
-            filled = target if mask is None else torch.where(mask, target, q.mean.detach())
-            log_prob = gaussian_expected_log_prob(filled, q.mean, _event_diagonal(q, covar), noise)
-            log_prob = _masked(log_prob, mask)
-        else:
-            log_prob = self.likelihood.expected_log_prob(target, _with_covar(q, covar), **kwargs)
-        # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
-        log_likelihood = log_prob.sum(tuple(range(len(q.batch_shape), log_prob.dim())))
+            _check_batch(noise, q)
         # The wrappers move the dimension they consume to the end of the carrier's batch.
-        consumed = range(len(q.batch_shape), len(carrier.batch_shape) + 1)
-        conditional = penalty.sum(tuple(consumed)) + self._hidden_penalty(carrier, q.event_shape[0])
-        return log_likelihood, conditional
+        consumed = tuple(range(len(q.batch_shape), len(carrier.batch_shape)))
+        copied = tuple(dim for dim in consumed if carrier.copied[dim])
+
+        # kept: what the conditional leaves of the residual variance, m_n d_n
+        if conditional.is_learned:
+            kept, penalty = carrier.scale * carrier.residual, carrier.penalty
+            if mask is not None or q.lazy_covariance_matrix is not carrier:
+                # Nothing is paid where no observation sees the function.
+                seen = torch.ones_like(q.mean) if mask is None else mask.to(q.mean.dtype)
+                penalty = penalty * (_together(_pull_back(q, carrier, seen), copied) > 0)
+        elif gaussian:
+            # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
+            precision = _together(_pull_back(q, carrier, _masked(noise.reciprocal(), mask)), copied) / self.beta
+            kept, penalty = conditional.optimum(carrier.residual, precision, carrier.blocks)
+        elif isinstance(conditional, CurvatureConditional):
+            curvature = self._curvature(q, carrier, target, mask, **kwargs)
+            scale = conditional.solve(carrier.residual, lambda m: _together(curvature(m), copied) / self.beta)
+            kept, penalty = scale * carrier.residual, scale_penalty(scale)
+        else:
+            raise _no_closed_form(conditional, self.likelihood, "the last layer's strategy")
+
+        narrowed = _with_variance(q, carrier.explained + kept)
+        if gaussian:
+            log_prob = gaussian_expected_log_prob(target, q.mean, _event_variance(narrowed), noise)
+        else:
+            log_prob = expected_log_prob(self.likelihood, target, narrowed, **kwargs)
+        log_prob = _masked(log_prob, mask)
+        # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
+        log_likelihood = _sum_from(log_prob, len(q.batch_shape))
+        # Copies of one function pay once.
+        num_copies = math.prod(carrier.batch_shape[dim] for dim in copied)
+        paid = _sum_from(penalty, len(q.batch_shape)) / num_copies
+        return log_likelihood, paid + self._hidden_penalty(carrier, q.event_shape[0])
+
+    def _curvature(
+        self, q: MultivariateNormal, carrier: ResidualLinearOperator, target: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Callable[[Tensor], Tensor]:
+        r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, without a graph."""
+        explained, residual = carrier.explained.detach(), carrier.residual.detach()
+
+        def by_derivative(scale: Tensor) -> Tensor:
+            # Price: the derivative of an expectation in the variance is half the expected second derivative.
+            with torch.enable_grad():
+                kept = (scale * residual).requires_grad_()
+                narrowed = _with_variance(q, explained + kept)
+                log_prob = _masked(expected_log_prob(self.likelihood, target, narrowed, **kwargs), mask)
+                (slope,) = torch.autograd.grad(log_prob.sum(), kept)
+            return -2 * slope
+
+        if not is_sampled(self.likelihood):
+            return by_derivative
+        draws, num_tasks = draw_samples(q), q.event_shape[1] if len(q.event_shape) > 1 else None
+
+        def by_samples(scale: Tensor) -> Tensor:
+            samples = place_samples(_with_variance(q, explained + scale * residual), draws)
+            matrix = sampled_curvature(self.likelihood, target, samples, num_tasks, **kwargs)
+            if correlates_tasks(q):
+                return _pull_back(q, carrier, matrix, task_covariance)
+            diagonal = matrix if num_tasks is None else matrix.diagonal(dim1=-1, dim2=-2)
+            return _pull_back(q, carrier, _masked(diagonal, mask))
+
+        return by_samples
+
+    def _kl_divergence(self, q: MultivariateNormal) -> Tensor:
+        """KL divergence of q(u), summed over the latent functions that make up one model."""
+        outer = self.model.variational_strategy
+        if isinstance(outer, LMCVariationalStrategy):
+            return outer.base_variational_strategy.kl_divergence().sum(outer.latent_dim)
+        if not isinstance(outer, IndependentMultitaskVariationalStrategy):
+            return outer.kl_divergence()
+        # GPyTorch sums over the last dimension whatever task_dim is, and also where tasks are copies of one function.
+        divergence, dim = outer.base_variational_strategy.kl_divergence(), outer.task_dim
+        dim = dim if dim < 0 else dim - len(q.batch_shape) - 1
+        return divergence.sum(dim) if -divergence.dim() <= dim < 0 else divergence
 
     def _residual_of(self, q: MultivariateNormal) -> ResidualLinearOperator:
         carriers = list(iter_residuals(q.lazy_covariance_matrix)) if isinstance(q, MultivariateNormal) else []
@@ -170,6 +233,11 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         if len(carriers) > 1:
             raise TypeError(f"TighterELBO needs q(f) from one strategy; this one mixes {len(carriers)}.")
         (carrier,) = carriers
+        if isinstance(self.likelihood, SoftmaxLikelihood) and not isinstance(q, MultitaskMultivariateNormal):
+            raise TypeError(
+                "SoftmaxLikelihood needs one function a class for each point: wrap the strategy in "
+                "gpytorch.variational.IndependentMultitaskVariationalStrategy."
+            )
         if all(carrier.strategy is not module for module in self.model.modules()):
             raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")
         return carrier
@@ -188,7 +256,9 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                     f"{type(conditional).__name__} in a hidden layer gives no bound: the layers above are not "
                     "log-concave. Use conditional='scalar' there, or 'optimal', which leaves hidden layers as in SVGP."
                 )
-            total = total + num_batch * conditional.penalty(conditional.m.unsqueeze(-1)).sum()
+            # One term a latent function and datum, also where the functions of a layer share one scale.
+            shape = strategy._variational_distribution.batch_shape
+            total = total + num_batch * scale_penalty(conditional.m).expand(shape).sum()
         return total
 
     def _check_target(self, q: MultivariateNormal, target: Tensor) -> None:
@@ -238,11 +308,28 @@ def _tighter_strategies(model: Any) -> list[_TighterStrategy]:
     return found
 
 
+def _no_closed_form(conditional: Conditional, likelihood: Any, where: str) -> TypeError:
+    name = "conditional='optimal'" if type(conditional) is OptimalConditional else type(conditional).__name__
+    return TypeError(
+        f"{name} has a closed form for Gaussian noise only; got {type(likelihood).__name__}. "
+        f"Build {where} with conditional='beta' or 'scalar', or 'curvature'."
+    )
+
+
 def _fits(batch_shape: torch.Size, target_shape: torch.Size) -> bool:
     try:
         return torch.broadcast_shapes(batch_shape, target_shape) == target_shape
     except RuntimeError:
         return False
+
+
+def _check_batch(noise: Tensor, q: MultivariateNormal) -> None:
+    batch_shape = noise.shape[: max(0, noise.dim() - len(q.event_shape))]
+    if not _fits(batch_shape, q.batch_shape):
+        raise ValueError(
+            f"The likelihood's noise has batch shape {tuple(batch_shape)}, which does not fit q(f) of batch shape "
+            f"{tuple(q.batch_shape)}; give the model and its variational distribution that batch shape too."
+        )
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -260,23 +347,45 @@ def _event_diagonal(q: MultivariateNormal, covar: LinearOperator) -> Tensor:
     return diagonal.reshape(*diagonal.shape[:-1], num_tasks, num_points).mT
 
 
-def _with_covar(q: MultivariateNormal, covar: LinearOperator) -> MultivariateNormal:
+def _with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
+    """q(f) with other variances of its latent functions and no correlation between points."""
+    covar = replace_residual(q.lazy_covariance_matrix, variance)
     if isinstance(q, MultitaskMultivariateNormal):
         return MultitaskMultivariateNormal(q.mean, covar, interleaved=q._interleaved)
     return q.__class__(q.mean, covar)
 
 
-def _pull_back(q: MultivariateNormal, carrier: ResidualLinearOperator, weights: Tensor) -> Tensor:
+def _event_variance(q: MultivariateNormal) -> Tensor:
+    return _event_diagonal(q, q.lazy_covariance_matrix)
+
+
+def _pull_back(
+    q: MultivariateNormal,
+    carrier: ResidualLinearOperator,
+    weights: Tensor,
+    covariance: Callable[[MultivariateNormal], Tensor] = _event_variance,
+) -> Tensor:
     r"""Derivative of ``(weights * variance).sum()`` with respect to the residual of each latent function.
 
     The variances are linear in the residual whatever the wrapper: :math:`\lambda = 1/\sigma^2` for a single output,
     :math:`1/\sigma_p^2` for independent tasks, :math:`\sum_p W_{pk}^2/\sigma_p^2` for the k-th latent of an LMC.
+
+    :param covariance: What the weights are for: the variances of q, or the covariances between its tasks.
     """
     if q.lazy_covariance_matrix is carrier:
         return weights
-    weights = weights.expand(q.batch_shape + q.event_shape)
     with torch.enable_grad():
         probe = torch.zeros_like(carrier.residual, requires_grad=True)
-        variance = _event_diagonal(q, replace_residual(q.lazy_covariance_matrix, probe))
-        (gradient,) = torch.autograd.grad((weights * variance).sum(), probe, create_graph=True)
+        values = covariance(_with_variance(q, probe))
+        (gradient,) = torch.autograd.grad((weights * values).sum(), probe, create_graph=True)
     return gradient
+
+
+def _together(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
+    """Copies of one function are seen by the observations of all."""
+    return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
+
+
+def _sum_from(values: Tensor, dim: int) -> Tensor:
+    """Sum over all dimensions from this one on."""
+    return values.flatten(dim).sum(dim) if values.dim() > dim else values

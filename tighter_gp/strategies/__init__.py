@@ -1,5 +1,6 @@
 """Variational strategies: from q(u) to q(f)."""
 
+from .solve_gp_variational_strategy import SolveGPVariationalStrategy
 from .tighter_variational_strategy import TighterVariationalStrategy
 
-__all__ = ["TighterVariationalStrategy"]
+__all__ = ["SolveGPVariationalStrategy", "TighterVariationalStrategy"]

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from gpytorch.distributions import Delta, Distribution, MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.mlls import AddedLossTerm
 from gpytorch.settings import _linalg_dtype_cholesky
-from gpytorch.variational import MeanFieldVariationalDistribution, VariationalStrategy, _VariationalDistribution
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    MeanFieldVariationalDistribution,
+    VariationalStrategy,
+    _VariationalDistribution,
+)
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     DenseLinearOperator,
     DiagLinearOperator,
+    MatmulLinearOperator,
     RootLinearOperator,
+    SumLinearOperator,
     TriangularLinearOperator,
+    ZeroLinearOperator,
 )
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
-from ..linalg import cholesky, reuse_cholesky
-from ..moments import Moments, Whitened
+from ..kernels.lowering import LoweredKernel, lower
+from ..linalg import cholesky, full_precision, project, reuse_cholesky
+from ..moments import Moments, Whitened, explained_root, fused_moments
 from ..operators import ResidualLinearOperator
 
 
@@ -41,18 +54,26 @@ class ConditionalAddedLossTerm(AddedLossTerm):
 
 
 class PriorBlocks(NamedTuple):
-    """The prior at the inducing points and the data, in blocks.
+    r"""The prior at the inducing points and the data, in blocks.
 
     :param mean: Prior mean at the data, ``... x B``.
-    :param inducing_covar: :math:`K_{ZZ} + \\epsilon I`, lazy, ``... x M x M``.
-    :param cross_covar: :math:`K_{ZX}`, dense, ``... x M x B``.
-    :param data_covar: :math:`K_{XX}`, lazy, ``... x B x B``; a training step takes its diagonal only.
+    :param inducing_covar: :math:`K_{ZZ}` without jitter, ``... x M x M``.
+    :param cross_covar: :math:`K_{ZX}`, ``... x M x B``.
+    :param data_variance: :math:`k_{nn}`, ``... x B``.
+    :param covar: The lazy covariance of inducing points and data together, ``... x (M + B) x (M + B)``.
     """
 
     mean: Tensor
-    inducing_covar: LinearOperator
+    inducing_covar: Tensor
     cross_covar: Tensor
-    data_covar: LinearOperator
+    data_variance: Tensor
+    covar: LinearOperator
+
+    @property
+    def data_covar(self) -> LinearOperator:
+        """:math:`K_{XX}`, lazy: a training step never needs it."""
+        num_inducing = self.inducing_covar.size(-1)
+        return self.covar[..., num_inducing:, num_inducing:]
 
 
 def to_whitened(q: Distribution) -> Whitened:
@@ -110,6 +131,7 @@ class _TighterStrategy(VariationalStrategy):
         if self.conditional.is_learned:
             self.register_added_loss_term("conditional")
             self.update_added_loss_term("conditional", ConditionalAddedLossTerm(type(self.conditional).__name__))
+        self._initialized_key: tuple = ()
         self._empty_caches()
 
     # -- caches -------------------------------------------------------------------------------------------------------
@@ -149,6 +171,9 @@ class _TighterStrategy(VariationalStrategy):
         return factor.clone() if factor.is_inference() and not torch.is_inference_mode_enabled() else factor
 
     def _checked_cholesky(self, matrix: Tensor, name: str) -> Tensor:
+        return self._factorize(matrix, self._checked_block)
+
+    def _checked_block(self, matrix: Tensor, name: str) -> Tensor:
         try:
             return cholesky(matrix, name=name)
         except torch.linalg.LinAlgError as error:
@@ -162,7 +187,7 @@ class _TighterStrategy(VariationalStrategy):
     def _describe_hyperparameters(self) -> str:
         described = []
         for name, parameter, constraint in self.model.named_parameters_and_constraints():
-            if "variational_distribution" in name or name.endswith("inducing_points"):
+            if "_distribution." in name or name.endswith("_points"):
                 continue
             value = (parameter if constraint is None else constraint.transform(parameter)).detach()
             low, high = value.min().item(), value.max().item()
@@ -181,6 +206,27 @@ class _TighterStrategy(VariationalStrategy):
     @property
     def variational_distribution(self) -> Distribution:
         return self._cached_q(self._variational_distribution, "u")
+
+    def whitened(self) -> Whitened:
+        """q(w) as tensors."""
+        (q,) = self._whitened_parts()
+        return q
+
+    def _whitened(self, distribution: _VariationalDistribution, name: str) -> Whitened:
+        """The tensors of one variational distribution; the two common ones need no detour through operators."""
+        if type(distribution) is CholeskyVariationalDistribution:
+            return Whitened(distribution.variational_mean, root=distribution.chol_variational_covar.tril())
+        if type(distribution) is MeanFieldVariationalDistribution:
+            return Whitened(distribution.variational_mean, stddev=distribution._variational_stddev.abs())
+        return to_whitened(self._cached_q(distribution, name))
+
+    def kl_divergence(self) -> Tensor:
+        r"""KL divergence of q(u) from the prior; for a point mass GPyTorch's convention, minus the prior's log density."""
+        first, *others = (
+            whitened_kl(q) if q.root is not None or q.stddev is not None else _negative_log_density(q.mean)
+            for q in self._whitened_parts()
+        )
+        return sum(others, start=first)
 
     def _cached_q(self, distribution: _VariationalDistribution, name: str) -> Distribution:
         parameters = tuple(distribution.parameters())
@@ -208,17 +254,114 @@ class _TighterStrategy(VariationalStrategy):
         self._clear_cache()  # GPyTorch keeps the pseudo-points of the parameters it saw first
         return super().get_fantasy_model(inputs, targets, *args, **kwargs)
 
+    # -- the inducing variables, which SOLVE-GP has two sets of -------------------------------------------------------
+
+    def _all_points(self, inducing_points: Tensor) -> Tensor:
+        """Where all inducing variables are, given the expanded inducing points."""
+        return inducing_points
+
+    def _whitened_parts(self) -> tuple[Whitened, ...]:
+        """The independent factors of q(w), in the order of the points."""
+        return (self._whitened(self._variational_distribution, "u"),)
+
+    def _factorize(self, matrix: Tensor, factorize: Callable[[Tensor, str], Tensor]) -> Tensor:
+        """The lower factor of the joint covariance, from a function that factorises and names a block."""
+        return factorize(matrix, "K_ZZ")
+
     # -- the prior, and q(f) from the moments ---------------------------------------------------------------------------
 
     def _prior_blocks(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> PriorBlocks:
         prior = self.model.forward(torch.cat([inducing_points, x], dim=-2), **kwargs)
         covar, num_inducing = prior.lazy_covariance_matrix, inducing_points.size(-2)
-        return PriorBlocks(
-            prior.mean[..., num_inducing:],
-            covar[..., :num_inducing, :num_inducing].add_jitter(self.jitter_val),
-            covar[..., :num_inducing, num_inducing:].to_dense(),
-            covar[..., num_inducing:, num_inducing:],
-        )
+        lowered = lower_lazy(covar)
+        if lowered is None:
+            blocks = (
+                covar[..., :num_inducing, :num_inducing].to_dense(),
+                covar[..., :num_inducing, num_inducing:].to_dense(),
+                covar[..., num_inducing:, num_inducing:].diagonal(dim1=-1, dim2=-2),
+            )
+        else:
+            # What the kernel sees: the inputs after any feature extractor and selection of dimensions.
+            features, values = covar.x1, lowered.values
+            z, data = features[..., :num_inducing, :], features[..., num_inducing:, :]
+            blocks = (
+                lowered.covariance(values, z, z),
+                lowered.covariance(values, z, data),
+                lowered.variance(values, data),
+            )
+        return PriorBlocks(prior.mean[..., num_inducing:], *blocks, covar)
+
+    def _jittered_factor(self, inducing_covar: Tensor, x: Tensor | None = None) -> Tensor:
+        r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)` without a graph, in GPyTorch's precision for it.
+
+        In training its success and the finiteness of the inputs are read back together, once a step.
+        """
+        matrix = inducing_covar.detach().to(_linalg_dtype_cholesky.value(), copy=True)
+        matrix.diagonal(dim1=-1, dim2=-2).add_(self.jitter_val)
+        if not self.training:
+            return self._factor(matrix, "K_ZZ")
+        succeeded = [] if x is None else [torch.isfinite(x).all()]
+
+        def factorize(block: Tensor, name: str) -> Tensor:
+            factor, info = torch.linalg.cholesky_ex(block)
+            succeeded.append((info == 0).all())
+            return factor
+
+        factor = self._factorize(matrix, factorize)
+        if matrix.is_meta or bool(torch.stack(succeeded).all()):
+            return factor
+        if x is not None:
+            _raise_if_not_finite(x)
+        return self._checked_cholesky(matrix, "K_ZZ")
+
+    def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
+        x, inducing_points = self._expand_inputs(x, self.inducing_points)
+        prior = self._prior_blocks(x, self._all_points(inducing_points), **kwargs)
+        return prior.mean, project(self._jittered_factor(prior.inducing_covar), prior.cross_covar), prior.data_variance
+
+    def forward(
+        self,
+        x: Tensor,
+        inducing_points: Tensor,
+        inducing_values: Tensor | None = None,
+        variational_inducing_covar: LinearOperator | None = None,
+        diag: bool = True,
+        *,
+        index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultivariateNormal:
+        points = self._all_points(inducing_points)
+        if not self.training:
+            return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
+        prior = self._prior_blocks(x, points, **kwargs)
+        chol, parts = self._jittered_factor(prior.inducing_covar, x), self._whitened_parts()
+        moments = fused_moments(prior.inducing_covar, chol, prior.cross_covar, prior.data_variance, *parts)
+
+        @functools.lru_cache(maxsize=1)
+        def projection() -> Tensor:
+            """A with a graph of its own, for what the moments do not say."""
+            return project(reuse_cholesky(prior.inducing_covar.to(chol.dtype), chol), prior.cross_covar)
+
+        def full_covar(scale: Tensor) -> LinearOperator:
+            root = explained_root(projection(), self.whitened())
+            explained = ZeroLinearOperator(*prior.data_covar.shape) if root is None else RootLinearOperator(root.mT)
+            residual = SumLinearOperator(prior.data_covar, MatmulLinearOperator(-projection().mT, projection()))
+            if self.conditional.is_learned:
+                # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
+                width = DiagLinearOperator(scale.sqrt())
+                residual = MatmulLinearOperator(MatmulLinearOperator(width, residual), width)
+            return (explained + residual).add_jitter(self.jitter_val)
+
+        def residual_within(rows: Tensor) -> Tensor:
+            """D within sets of points: from their positions, K x S, to ... x K x S x S."""
+            # The sets come first, so that batches of the kernel still broadcast.
+            sets = x[..., rows, :].movedim(-3, 0)
+            covariance = self.model.forward(sets, **kwargs).lazy_covariance_matrix.to_dense().movedim(0, -3)
+            columns = projection()[..., rows].movedim(-2, -3)
+            return covariance - columns.mT @ columns
+
+        return self._training_distribution(prior.mean, moments, index, None if diag else full_covar, residual_within)
 
     def _training_distribution(
         self,
@@ -226,6 +369,7 @@ class _TighterStrategy(VariationalStrategy):
         moments: Moments,
         index: Tensor | None,
         full_covar: Callable[[Tensor], LinearOperator] | None,
+        residual_within: Callable[[Tensor], Tensor],
     ) -> MultivariateNormal:
         r"""q(f) with variance :math:`s_n + m_n d_n`, carrying the parts for :class:`TighterELBO`.
 
@@ -233,46 +377,97 @@ class _TighterStrategy(VariationalStrategy):
         standard bound pay the same for it.
 
         :param full_covar: Makes the covariance from the scales if off-diagonal entries were asked for.
+        :param residual_within: Makes the residual covariance within sets of points for a conditional that needs it.
         """
-        mean, explained = prior_mean + moments.mean, moments.explained + self.jitter_val
-        shape = torch.broadcast_shapes(mean.shape, explained.shape, moments.residual.shape)
-        mean, explained, residual = mean.expand(shape), explained.expand(shape), moments.residual.expand(shape)
+        mean, explained, residual = prior_mean + moments.mean, moments.explained + self.jitter_val, moments.residual
+        shape = mean.shape
+        if not (shape == explained.shape == residual.shape):
+            shape = torch.broadcast_shapes(shape, explained.shape, residual.shape)
+            mean, explained, residual = mean.expand(shape), explained.expand(shape), residual.expand(shape)
         scale = self.conditional.scale(residual, index=index).expand(shape)
         penalty = self.conditional.penalty(residual, index=index).expand(shape)
         covar = DiagLinearOperator(explained + scale * residual) if full_covar is None else full_covar(scale)
         covar = covar.expand(*shape, shape[-1])
+        blocks = self.conditional.residual_blocks(residual, residual_within, index=index)
         return MultivariateNormal(
-            mean, ResidualLinearOperator(covar, explained, residual, scale, penalty, strategy=self)
+            mean,
+            ResidualLinearOperator(covar, explained, residual, scale, penalty, strategy=self, blocks=blocks),
         )
 
     def __call__(self, x: Tensor, prior: bool = False, diag: bool = True, **kwargs: Any) -> MultivariateNormal:
         if prior:
             kwargs.pop("index", None)
-        else:
-            self._check_inputs(x)
-        return super().__call__(x, prior=prior, diag=diag, **kwargs)
+            return super().__call__(x, prior=True, diag=diag, **kwargs)
+        self._check_shapes(x)
+        if not self.training:
+            _raise_if_not_finite(x)
+            self._initialize()
+            return super().__call__(x, diag=diag, **kwargs)
+        with full_precision(x.device.type):
+            if not self._is_initialized():
+                _raise_if_not_finite(x)
+                self._initialize()
+                q = super().__call__(x, diag=diag, **kwargs)
+                self._is_initialized()
+                return q
+            self._clear_cache()
+            inducing_points = self.inducing_points
+            if inducing_points.shape[:-2] != x.shape[:-2]:
+                x, inducing_points = self._expand_inputs(x, inducing_points)
+            return self.forward(x, inducing_points, diag=diag, **kwargs)
 
-    def _check_inputs(self, x: Tensor) -> None:
+    def _initialize(self) -> None:
+        """First-call work beyond GPyTorch's own; it sees q(u) only."""
+
+    def _is_initialized(self) -> bool:
+        """Whether GPyTorch's first-call work is done. Reads the flags back only if they may have changed."""
+        flags = (self.updated_strategy, self.variational_params_initialized)
+        key = tuple((flag.data_ptr(), flag._version) for flag in flags)
+        if flags[0].is_meta or key == self._initialized_key:
+            return True
+        if not all(bool(flag) for flag in flags):
+            return False
+        self._initialized_key = key
+        return True
+
+    def _check_shapes(self, x: Tensor) -> None:
         if not torch.is_tensor(x) or not x.is_floating_point():
             raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
-        inducing = self.inducing_points
+        inducing, q_shape = self.inducing_points, self._variational_distribution.batch_shape
         if x.dim() < 2 or x.size(-1) != inducing.size(-1):
             raise ValueError(
                 f"Inputs must have shape ... x N x {inducing.size(-1)} like the inducing points; got {tuple(x.shape)}."
             )
+        if x.dim() == inducing.dim() == 2:
+            return
         try:
-            torch.broadcast_shapes(x.shape[:-2], inducing.shape[:-2], self._variational_distribution.batch_shape)
+            torch.broadcast_shapes(x.shape[:-2], inducing.shape[:-2], q_shape)
         except RuntimeError:
             raise ValueError(
                 f"Batch shapes do not broadcast: inputs {tuple(x.shape[:-2])}, inducing points "
-                f"{tuple(inducing.shape[:-2])}, variational distribution "
-                f"{tuple(self._variational_distribution.batch_shape)}."
+                f"{tuple(inducing.shape[:-2])}, variational distribution {tuple(q_shape)}."
             ) from None
-        if not x.is_meta and not bool(torch.isfinite(x).all()):
-            rows = (~torch.isfinite(x)).any(-1).sum().item()
-            raise ValueError(
-                f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them."
-            )
+
+
+def _negative_log_density(mean: Tensor) -> Tensor:
+    """Minus the log density of the whitened prior."""
+    return 0.5 * (mean.square() + math.log(2 * math.pi)).sum(-1)
+
+
+def _raise_if_not_finite(x: Tensor) -> None:
+    if x.is_meta or bool(torch.isfinite(x).all()):
+        return
+    rows = int((~torch.isfinite(x)).any(-1).sum())
+    raise ValueError(f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them.")
+
+
+def lower_lazy(covar: LinearOperator) -> LoweredKernel | None:
+    """The lowered kernel of a lazily evaluated one, if it is of a common kind and compares the inputs with themselves."""
+    if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.x1 is not covar.x2:
+        return None
+    if covar.last_dim_is_batch or covar.params:
+        return None
+    return lower(covar.kernel, ignore_active_dims=True)
 
 
 def _same(known: Tensor, current: Tensor) -> bool:

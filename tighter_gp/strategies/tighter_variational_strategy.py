@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gpytorch.distributions import MultivariateNormal
-from linear_operator import LinearOperator
-from linear_operator.operators import (
-    DiagLinearOperator,
-    MatmulLinearOperator,
-    RootLinearOperator,
-    SumLinearOperator,
-    ZeroLinearOperator,
-)
 from torch import Tensor
 
-from ..linalg import project, residual_variance
-from ..moments import (
-    Moments,
-    Whitened,
-    add_identity,
-    explained_root,
-    explained_variance,
-    projected_mean,
-    whitened_from_gram,
-)
-from ._tighter_strategy import _TighterStrategy, set_distribution, to_whitened
+from ..moments import add_identity, whitened_from_gram
+from ._tighter_strategy import _TighterStrategy, set_distribution
 
 
 class TighterVariationalStrategy(_TighterStrategy):
@@ -67,51 +47,6 @@ class TighterVariationalStrategy(_TighterStrategy):
         >>> model(torch.rand(7, 1)).mean.shape
         torch.Size([7])
     """
-
-    def forward(
-        self,
-        x: Tensor,
-        inducing_points: Tensor,
-        inducing_values: Tensor,
-        variational_inducing_covar: LinearOperator | None = None,
-        diag: bool = True,
-        *,
-        index: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MultivariateNormal:
-        if not self.training:
-            return super().forward(x, inducing_points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
-        prior = self._prior_blocks(x, inducing_points, **kwargs)
-        projection = project(self._factor(prior.inducing_covar, "K_ZZ"), prior.cross_covar)
-        q = to_whitened(self.variational_distribution)
-        moments = Moments(
-            projected_mean(projection, q),
-            explained_variance(projection, q),
-            residual_variance(prior.data_covar.diagonal(dim1=-1, dim2=-2), projection),
-        )
-
-        def full_covar(scale: Tensor) -> LinearOperator:
-            root = explained_root(projection, q)
-            explained = ZeroLinearOperator(*prior.data_covar.shape) if root is None else RootLinearOperator(root.mT)
-            residual = SumLinearOperator(prior.data_covar, MatmulLinearOperator(-projection.mT, projection))
-            if self.conditional.is_learned:
-                # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
-                width = DiagLinearOperator(scale.sqrt())
-                residual = MatmulLinearOperator(MatmulLinearOperator(width, residual), width)
-            return (explained + residual).add_jitter(self.jitter_val)
-
-        return self._training_distribution(prior.mean, moments, index, None if diag else full_covar)
-
-    def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
-        x, inducing_points = self._expand_inputs(x, self.inducing_points)
-        prior = self._prior_blocks(x, inducing_points, **kwargs)
-        projection = project(self._factor(prior.inducing_covar, "K_ZZ"), prior.cross_covar)
-        return prior.mean, projection, prior.data_covar.diagonal(dim1=-1, dim2=-2)
-
-    def whitened(self) -> Whitened:
-        """q(w) as tensors."""
-        return to_whitened(self.variational_distribution)
 
     def set_optimal(self, gram: Tensor, linear: Tensor) -> None:
         r"""Put q(u) at its optimum for Gaussian noise, from sums over the training data.

@@ -1,0 +1,281 @@
+r"""Collapsed bounds for many rows: a chunk at a time, recomputed in the backward pass.
+
+Every collapsed bound needs the data only through :math:`\sum_n a_n a_n^\top/\sigma_n^2`,
+:math:`\sum_n a_n y_n/\sigma_n^2`, the misfit, and the sum of a penalty of :math:`d_n/\sigma_n^2`. Memory is therefore
+:math:`O(M^2 + MB)` for a chunk of :math:`B` rows, and the sums are kept in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch import Module
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import Likelihood
+from gpytorch.means import Mean, ZeroMean
+from linear_operator.operators import DiagLinearOperator
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ._modes import chunks
+from .kernels.lowering import lower
+from .likelihoods.properties import gaussian_noise, is_gaussian
+from .linalg import cholesky, project, residual_variance
+from .moments import Whitened, add_identity_cholesky, explained_variance, projected_mean, whitened_from_gram
+
+BOUNDS = ("titsias", "spherical", "tighter")
+
+Covariance = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Sums(NamedTuple):
+    """Sums over data, in float64: Gram matrix, linear term, sum of d/noise, sum of log(1 + d/noise)."""
+
+    gram: Tensor
+    linear: Tensor
+    trace: Tensor
+    log: Tensor
+
+
+def collapsed_bound(
+    kernel: Kernel,
+    inducing_points: Tensor,
+    x: Tensor,
+    y: Tensor,
+    noise: Tensor,
+    *,
+    bound: str = "tighter",
+    chunk_size: int = 4096,
+    jitter_val: float = 0.0,
+) -> Tensor:
+    r"""A collapsed bound on the log evidence, summed over the data.
+
+    Equal to :func:`~tighter_gp.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
+    :math:`O(NM^2)`, memory :math:`O(M^2 + MB)` for chunks of :math:`B` rows, since the backward pass evaluates each chunk
+    again. The quadratic form is a sum of squares, so that small noise cancels nothing.
+
+    :param kernel: Any GPyTorch kernel; the common ones are lowered.
+    :param inducing_points: :math:`Z`, shape ``M x D``.
+    :param x: Inputs, ``N x D``.
+    :param y: Targets less the prior mean, ``N``.
+    :param noise: :math:`\sigma_n^2`, one number or one a row.
+    :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
+    :param chunk_size: Rows a chunk.
+    :param jitter_val: Added to :math:`K_{ZZ}`.
+
+    Example:
+        >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        >>> x = torch.linspace(0, 1, 50).unsqueeze(-1)
+        >>> value = tighter_gp.collapsed_bound(kernel, x[::10], x, torch.sin(6 * x[:, 0]), torch.tensor(0.1))
+        >>> value.shape
+        torch.Size([])
+    """
+    if bound not in BOUNDS:
+        raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+    if y.shape != x.shape[:-1] or x.dim() != 2:
+        raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
+    num_data, noise = len(y), noise.expand(y.shape)
+    chol = inducing_cholesky(kernel, inducing_points, jitter_val)
+    sums = data_sums(kernel, inducing_points, chol, x, y, noise, chunk_size)
+    factor = add_identity_cholesky(sums.gram)
+    # The quadratic form is the minimum over w of misfit + |w|^2, so that its gradient needs no derivative of w.
+    weights = torch.cholesky_solve(sums.linear.unsqueeze(-1), factor).squeeze(-1).detach()
+    quadratic = weights.square().sum() + _misfit(kernel, inducing_points, chol, weights, x, y, noise, chunk_size)
+    log_det = 2 * factor.diagonal().log().sum() + noise.double().log().sum()
+    penalty = {
+        "titsias": lambda: 0.5 * sums.trace,
+        "spherical": lambda: 0.5 * num_data * torch.log1p(sums.trace / num_data),
+        "tighter": lambda: 0.5 * sums.log,
+    }[bound]()
+    value = -0.5 * (num_data * math.log(2 * math.pi) + quadratic + log_det) - penalty
+    return value.to(y.dtype)
+
+
+def _covariances(kernel: Kernel) -> tuple[Covariance, Callable[[Tensor], Tensor]]:
+    """Dense covariance and variance functions of a kernel."""
+    lowered = lower(kernel)
+    if lowered is None:
+        return lambda x1, x2: kernel(x1, x2).to_dense(), lambda x: kernel(x, diag=True)
+    return (
+        lambda x1, x2: lowered.covariance(lowered.values, x1, x2),
+        lambda x: lowered.variance(lowered.values, x),
+    )
+
+
+def inducing_cholesky(kernel: Kernel, inducing_points: Tensor, jitter_val: float) -> Tensor:
+    r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64."""
+    matrix = _covariances(kernel)[0](inducing_points, inducing_points).double()
+    identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    return cholesky(matrix + jitter_val * identity, name="K_ZZ")
+
+
+def data_sums(
+    kernel: Kernel, inducing_points: Tensor, chol: Tensor, x: Tensor, y: Tensor, noise: Tensor, chunk_size: int
+) -> _Sums:
+    """What a collapsed bound needs of the data, gathered in chunks that the backward pass evaluates again."""
+    covariance, variance = _covariances(kernel)
+
+    def chunk(z: Tensor, chol: Tensor, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        projection = project(chol, covariance(z, x))
+        ratio = residual_variance(variance(x), projection) / noise
+        weighted = projection / noise
+        return (
+            (weighted @ projection.mT).double(),
+            (weighted @ y).double(),
+            ratio.double().sum(),
+            torch.log1p(ratio).double().sum(),
+        )
+
+    total: list[Tensor] | None = None
+    for rows in chunks(len(y), chunk_size):
+        parts = _recomputed(chunk, inducing_points, chol, x[rows], y[rows], noise[rows])
+        total = list(parts) if total is None else [a + b for a, b in zip(total, parts, strict=True)]
+    assert total is not None
+    return _Sums(*total)
+
+
+def _misfit(
+    kernel: Kernel,
+    inducing_points: Tensor,
+    chol: Tensor,
+    weights: Tensor,
+    x: Tensor,
+    y: Tensor,
+    noise: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    r""":math:`\sum_n (y_n - a_n^\top w)^2/\sigma_n^2`; one matrix-vector product a chunk, no triangular solve."""
+    covariance, _ = _covariances(kernel)
+    direction = torch.linalg.solve_triangular(chol.mT, weights.unsqueeze(-1), upper=True).squeeze(-1)
+
+    def chunk(z: Tensor, direction: Tensor, x: Tensor, y: Tensor, noise: Tensor) -> Tensor:
+        misfit = y - direction.to(y.dtype) @ covariance(z, x)
+        return (misfit.square() / noise).double().sum()
+
+    total: Tensor | float = 0.0
+    for rows in chunks(len(y), chunk_size):
+        total = total + _recomputed(chunk, inducing_points, direction, x[rows], y[rows], noise[rows])
+    assert isinstance(total, Tensor)
+    return total
+
+
+def _recomputed(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _equal(known: Tensor, current: Tensor) -> bool:
+    return known.shape == current.shape and known.device == current.device and torch.equal(known, current)
+
+
+class CollapsedGP(Module):
+    r"""
+    Sparse GP regression on a collapsed bound, for as many rows as there is time for.
+
+    :class:`~tighter_gp.TighterInducingPointKernel` does the same inside GPyTorch's ``ExactGP`` for data whose
+    ``M x N`` projection fits into memory. Train by maximising :meth:`bound`, with L-BFGS for instance; all data at each
+    evaluation, there are no mini-batches.
+
+    :param x: Training inputs, ``N x D``.
+    :param y: Training targets, ``N``.
+    :param inducing_points: :math:`Z`, ``M x D``; a parameter.
+    :param covar_module: Kernel.
+    :param likelihood: Gaussian likelihood.
+    :param mean_module: Mean; default zero.
+    :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
+    :param chunk_size: Rows a chunk.
+    :param jitter_val: Added to :math:`K_{ZZ}`.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 50).unsqueeze(-1)
+        >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        >>> gp = tighter_gp.CollapsedGP(x, torch.sin(6 * x[:, 0]), x[::10], kernel, gpytorch.likelihoods.GaussianLikelihood())
+        >>> loss = -gp.bound() / len(x)
+        >>> gp.predict(x[:3]).mean.shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        inducing_points: Tensor,
+        covar_module: Kernel,
+        likelihood: Likelihood,
+        mean_module: Mean | None = None,
+        *,
+        bound: str = "tighter",
+        chunk_size: int = 4096,
+        jitter_val: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not is_gaussian(likelihood):
+            raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
+        if bound not in BOUNDS:
+            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        for name, tensor in (("x", x), ("y", y)):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} holds NaN or infinity; drop or impute these rows.")
+        self.register_buffer("train_x", x, persistent=False)
+        self.register_buffer("train_y", y, persistent=False)
+        self.inducing_points = torch.nn.Parameter(inducing_points.clone())
+        self.covar_module = covar_module
+        self.likelihood = likelihood
+        self.mean_module = mean_module if mean_module is not None else ZeroMean()
+        self.bound_name, self.chunk_size, self.jitter_val = bound, chunk_size, jitter_val
+        self._posterior_cache: tuple[list[Tensor], tuple[Tensor, Whitened]] | None = None
+
+    @property
+    def _noise(self) -> Tensor:
+        return gaussian_noise(self.likelihood, torch.Size(), self.train_y.shape).expand_as(self.train_y)
+
+    def bound(self) -> Tensor:
+        """The bound on the log evidence, summed over the data."""
+        return collapsed_bound(
+            self.covar_module,
+            self.inducing_points,
+            self.train_x,
+            self.train_y - self.mean_module(self.train_x),
+            self._noise,
+            bound=self.bound_name,
+            chunk_size=self.chunk_size,
+            jitter_val=self.jitter_val,
+        )
+
+    def _posterior(self) -> tuple[Tensor, Whitened]:
+        """The factor of :math:`K_{ZZ}` and the optimal q(w); gathered from the data once for each set of parameters."""
+        current = [*self.parameters(), self.train_x, self.train_y]
+        if self._posterior_cache is not None:
+            known, posterior = self._posterior_cache
+            if all(map(_equal, known, current)):
+                return posterior
+        chol = inducing_cholesky(self.covar_module, self.inducing_points, self.jitter_val)
+        targets = self.train_y - self.mean_module(self.train_x)
+        sums = data_sums(
+            self.covar_module, self.inducing_points, chol, self.train_x, targets, self._noise, self.chunk_size
+        )
+        posterior = chol, whitened_from_gram(sums.gram, sums.linear)
+        self._posterior_cache = [tensor.detach().clone() for tensor in current], posterior
+        return posterior
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> MultivariateNormal:
+        """The latent predictive distribution, in diagonal form; needs no pass over the data the second time."""
+        chol, q = self._posterior()
+        q = Whitened(q.mean.to(x.dtype), q.root.to(x.dtype))  # type: ignore[union-attr]
+        covariance, variance = _covariances(self.covar_module)
+        means, variances = [], []
+        for rows in chunks(x.size(-2), self.chunk_size):
+            projection = project(chol, covariance(self.inducing_points, x[rows]))
+            means.append(self.mean_module(x[rows]) + projected_mean(projection, q))
+            residual = residual_variance(variance(x[rows]), projection)
+            variances.append(explained_variance(projection, q) + residual)
+        return MultivariateNormal(torch.cat(means), DiagLinearOperator(torch.cat(variances)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_posterior_cache": None}

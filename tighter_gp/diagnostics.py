@@ -1,0 +1,307 @@
+r"""Where the gap between a bound and the evidence lies: what a tighter conditional, blocks or more points would close.
+
+With :math:`F_1 \le F_5 \le F_4 \le F_B \le F_8 \le \log p(y)`, the step :math:`F_4 - F_1` is what the tighter bound gains,
+:math:`F_8 - F_4` the most that blocks can add, and :math:`\log p(y) - F_8` what only inducing points can close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ApproximateGP, ExactGP
+from torch import Tensor
+
+from ._modes import chunks, temporary_mode
+from .blocks import partition
+from .bounds import (
+    exact_log_evidence,
+    full_penalty,
+    log_penalty,
+    optimal_scale,
+    spherical_penalty,
+    trace_penalty,
+)
+from .full_data import evaluate_bound
+from .latent import CollapsedLatentGP, LatentGP, UncollapsedLatentGP, latent_gp, require_gaussian
+from .likelihoods.properties import gaussian_noise
+from .moments import add_identity_cholesky
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+# Nats a point below which a difference between bounds is not worth acting on.
+_NEGLIGIBLE = 0.01
+_LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    r"""The bounds of one model side by side; ``print`` it for a table. Bounds are sums over the data.
+
+    :ivar int num_data: :math:`N`.
+    :ivar int num_inducing: :math:`M`.
+    :ivar float noise: Mean noise variance.
+    :ivar float mean_ratio: Mean of :math:`d_n / \sigma_n^2`.
+    :ivar list ratio_quantiles: Its quantiles at 5, 25, 50, 75 and 95 per cent.
+    :ivar list scale_quantiles: The same of the best scales, :math:`m_n = \sigma_n^2 / (\sigma_n^2 + d_n)`.
+    :ivar list scale_histogram: Number of points with :math:`m_n` in each tenth of the unit interval.
+    :ivar current: What :class:`~tighter_gp.TighterELBO` bounds with the current q(u); None for a collapsed model, whose
+        q(u) is the best one.
+    :ivar float nystrom: Log density under the explained part of the prior; a bound is this less its price.
+    :ivar float titsias: :math:`F_1`, SGPR, or SVGP at the best q(u).
+    :ivar float spherical: :math:`F_5`, one scale for all points.
+    :ivar float tighter: :math:`F_4`.
+    :ivar block: :math:`F_B`, or None without blocks.
+    :ivar full: :math:`F_8`, or None for many points.
+    :ivar evidence: :math:`\log p(y)`, or None for many points.
+    :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
+    """
+
+    num_data: int
+    num_inducing: int
+    noise: float
+    mean_ratio: float
+    ratio_quantiles: list[float]
+    scale_quantiles: list[float]
+    scale_histogram: list[int]
+    current: float | None
+    nystrom: float
+    titsias: float
+    spherical: float
+    tighter: float
+    block: float | None
+    full: float | None
+    evidence: float | None
+    upper: float
+
+    @property
+    def advice(self) -> str:
+        """In a line, whether the tighter bound, blocks or more inducing points would help."""
+        return " ".join(self._advice())
+
+    def _advice(self) -> Iterator[str]:
+        gain = self._per_point(self.tighter - self.titsias)
+        # Beyond F_4: closed by correlating points, and by inducing points alone.
+        correlated = None if self.full is None else self._per_point(self.full - self.tighter)
+        unreachable = None if self.evidence is None or self.full is None else self._per_point(self.evidence - self.full)
+        paid = self._per_point(self.nystrom - self.tighter)
+        if self.mean_ratio < 2 * _NEGLIGIBLE:
+            yield (
+                f"The inducing points explain nearly all of the prior variance (d/noise is {self.mean_ratio:.2g} on "
+                "average): the tighter bound, blocks and more inducing points can change little here."
+            )
+        elif correlated is not None and unreachable is not None:
+            gap = gain + correlated + unreachable
+            yield (
+                f"Of the {gap:.2f} nats a point between the standard bound and the evidence, the tighter bound closes "
+                f"{gain / gap:.0%}, blocks can close at most {correlated / gap:.0%} more, and the other "
+                f"{unreachable / gap:.0%} only more or better placed inducing points can."
+            )
+            if max(correlated, unreachable) > _NEGLIGIBLE:
+                yield f"Next: {'blocks' if correlated > unreachable else 'more inducing points'}."
+        else:
+            yield (
+                f"The tighter bound gains {gain:.2f} nats a point over the standard one and still pays {paid:.2f} for "
+                "variance that the inducing points leave; more inducing points, or blocks of near points, lower that."
+            )
+        if self.block is not None and self.mean_ratio >= 2 * _NEGLIGIBLE:
+            yield f"These blocks gain {self._per_point(self.block - self.tighter):.2f} nats a point."
+        if self.current is not None and self._per_point(self.tighter - self.current) > _NEGLIGIBLE:
+            yield (
+                f"The current q(u) gives away {self._per_point(self.tighter - self.current):.2f} nats a point against the "
+                "best one with a full covariance; see set_optimal_q."
+            )
+
+    def _per_point(self, value: float) -> float:
+        return value / self.num_data
+
+    def __str__(self) -> str:
+        quantile = lambda values: "  ".join(f"{value:.3g}" for value in values)
+        largest = max(self.scale_histogram)
+        lines = [
+            f"{self.num_data} points, {self.num_inducing} inducing points, mean noise variance {self.noise:.3g}",
+            f"residual over noise d/s2: mean {self.mean_ratio:.3g}; 5, 25, 50, 75, 95%: {quantile(self.ratio_quantiles)}",
+            f"best scales m: 5, 25, 50, 75, 95%: {quantile(self.scale_quantiles)}",
+        ]
+        lines += [
+            f"  {i / 10:.1f}-{(i + 1) / 10:.1f} {'#' * math.ceil(30 * count / largest):<30} {count}"
+            for i, count in enumerate(self.scale_histogram)
+        ]
+        rows = [
+            ("current q(u)", self.current),
+            ("standard, F1", self.titsias),
+            ("one scale, F5", self.spherical),
+            ("tighter, F4", self.tighter),
+            ("blocks, FB", self.block),
+            ("full, F8", self.full),
+            ("log evidence", self.evidence),
+            ("upper bound", self.upper),
+        ]
+        lines.append("bounds on the log evidence at these hyperparameters and the best q(u)")
+        lines.append(f"{'':18}{'sum':>14}{'per point':>12}{'above F1':>12}")
+        lines += [
+            f"{name:18}{value:>14.3f}{self._per_point(value):>12.4f}{self._per_point(value - self.titsias):>+12.4f}"
+            for name, value in rows
+            if value is not None
+        ]
+        return "\n".join([*lines, *self._advice()])
+
+
+@torch.no_grad()
+def diagnose(
+    model: ApproximateGP | ExactGP,
+    likelihood: Likelihood,
+    x: Tensor,
+    y: Tensor,
+    *,
+    blocks: Tensor | int | None = None,
+    max_exact: int = 2000,
+    batch_size: int = 1024,
+    **kwargs: Any,
+) -> Diagnosis:
+    r"""Compare the bounds of a trained model with Gaussian noise, at its hyperparameters and the best q(u).
+
+    For SOLVE-GP the bounds are those of one joint q(u, v). Takes :math:`O(NM^2)` time and two passes over the data, and
+    :math:`O(N^3)` more up to ``max_exact`` points. Sums are in float64. The model is left in the mode it was in.
+
+    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
+        :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
+    :param likelihood: A Gaussian likelihood.
+    :param x: Training inputs, ``N x D``.
+    :param y: Training targets, ``N``.
+    :param blocks: For :math:`F_B`: the block of each point, integers of shape ``N``, or a number of blocks to make with
+        :func:`~tighter_gp.blocks.partition`. Default: the model's own, if it has any.
+    :param max_exact: :math:`F_8` and the evidence itself are computed for at most this many points.
+    :param batch_size: Points a chunk; the result does not depend on it.
+    :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
+
+    Example:
+        >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
+        >>> diagnosis.titsias <= diagnosis.tighter <= diagnosis.upper
+        True
+        >>> print(diagnosis)  # doctest: +SKIP
+    """
+    require_gaussian(likelihood, "diagnose")
+    x = x.unsqueeze(-1) if x.dim() == 1 else x
+    if y.dim() != 1 or x.shape[:-1] != y.shape:
+        raise ValueError(
+            f"diagnose looks at one single-output model: x N x D and y N; got {tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    if not bool(torch.isfinite(y).all()):
+        raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
+    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
+    with temporary_mode(model, False):
+        latent = latent_gp(model)
+        batch_shape = latent.projected(x[:1]).projection.shape[:-2] or latent.q.mean.shape[:-1]
+        if batch_shape:
+            raise ValueError(f"diagnose looks at one model at a time; this is a batch of {tuple(batch_shape)}.")
+        base, upper, residual, num_inducing = _collapsed(latent, x, y, noise, batch_size)
+        labels = _labels(latent, x, blocks)
+        block = None if labels is None else base - _block_penalty(latent, x, noise, labels)
+        full = evidence = None
+        if len(y) <= max_exact:
+            points = latent.projected(x)
+            projection, covariance = points.projection.double(), latent.covariance(x, x).double()
+            full = base - full_penalty(covariance - projection.mT @ projection, noise)
+            evidence = exact_log_evidence(covariance, (y - points.mean).double(), noise)
+    current = None
+    if isinstance(latent, UncollapsedLatentGP):
+        current = evaluate_bound(model, likelihood, x, y, batch_size, **kwargs)
+    ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())
+    return Diagnosis(
+        num_data=len(y),
+        num_inducing=num_inducing,
+        noise=noise.mean().item(),
+        mean_ratio=ratio.mean().item(),
+        ratio_quantiles=_quantiles(ratio),
+        scale_quantiles=_quantiles(scale),
+        scale_histogram=(10 * scale).long().clamp(0, 9).bincount(minlength=10).tolist(),
+        current=_item(current),
+        nystrom=base.item(),
+        titsias=(base - trace_penalty(residual, noise)).item(),
+        spherical=(base - spherical_penalty(residual, noise)).item(),
+        tighter=(base - log_penalty(residual, noise)).item(),
+        block=_item(block),
+        full=_item(full),
+        evidence=_item(evidence),
+        upper=upper.item(),
+    )
+
+
+def _collapsed(
+    latent: LatentGP, x: Tensor, y: Tensor, noise: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    r"""The log density under the explained prior, an upper bound on the evidence, :math:`d_n` and :math:`M`.
+
+    The upper bound lowers :math:`(Q + D + \Sigma)^{-1}` to :math:`(Q + (1 + t)\Sigma)^{-1}`, with :math:`t` the trace of
+    :math:`\Sigma^{-1/2} D \Sigma^{-1/2}`, and the determinant to that of :math:`Q + \Sigma`.
+    """
+
+    def scaled() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for rows in chunks(len(y), batch_size):
+            mean, projection, residual = latent.projected(x[rows])
+            stddev = noise[rows].sqrt()
+            yield projection.double() / stddev, (y[rows] - mean).double() / stddev, residual.double()
+
+    gram: Tensor | float = 0.0
+    linear: Tensor | float = 0.0
+    residuals = []
+    for projection, targets, residual in scaled():
+        gram = gram + projection @ projection.mT
+        linear = linear + projection @ targets
+        residuals.append(residual)
+    assert torch.is_tensor(gram)
+    assert torch.is_tensor(linear)
+    residual = torch.cat(residuals)
+    widths = torch.stack([torch.ones_like(residual.sum()), 1 + (residual / noise).sum()])  # 1 and 1 + t
+    factor = add_identity_cholesky(gram / widths.view(2, 1, 1))
+    weights = torch.cholesky_solve(linear.view(-1, 1) / widths.view(2, 1, 1), factor).squeeze(-1)  # 2 x M
+    misfit = torch.zeros_like(widths)
+    for projection, targets, _ in scaled():
+        misfit = misfit + (targets - weights @ projection).square().sum(-1)
+    quadratic = misfit / widths + weights.square().sum(-1)
+    log_det = 2 * factor[0].diagonal().log().sum() + noise.log().sum()
+    base, upper = -0.5 * (len(y) * _LOG_2PI + log_det + quadratic)
+    return base, upper, residual, gram.size(-1)
+
+
+def _labels(latent: LatentGP, x: Tensor, blocks: Tensor | int | None) -> Tensor | None:
+    if isinstance(blocks, int):
+        return partition(x, blocks)
+    if blocks is None:
+        if isinstance(latent, CollapsedLatentGP):
+            blocks = getattr(latent.kernel.blocks, "labels", None)
+        elif isinstance(latent, UncollapsedLatentGP):
+            blocks = getattr(latent.strategy.conditional, "labels", None)
+        if blocks is None or len(blocks) != len(x):
+            return None
+    if blocks.shape != x.shape[:-1] or blocks.is_floating_point():
+        raise ValueError(
+            f"blocks must have one integer label a point, shape ({len(x)},); "
+            f"got {str(blocks.dtype).removeprefix('torch.')} of shape {tuple(blocks.shape)}."
+        )
+    return blocks
+
+
+def _block_penalty(latent: LatentGP, x: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+    order, sizes = labels.argsort(), labels.unique(return_counts=True)[1]
+    penalty = torch.zeros_like(noise[0])
+    for rows in order.split(sizes.tolist()):
+        projection = latent.projected(x[rows]).projection.double()
+        covariance = latent.residual_covariance(x[rows], x[rows], projection, projection)
+        penalty = penalty + full_penalty(covariance, noise[rows])
+    return penalty
+
+
+def _quantiles(values: Tensor) -> list[float]:
+    # torch.quantile takes at most 2**24 values.
+    place = [round(q * (len(values) - 1)) for q in QUANTILES]
+    return values.sort().values[place].tolist()
+
+
+def _item(value: Tensor | None) -> float | None:
+    return None if value is None else value.item()

@@ -1,0 +1,349 @@
+r"""Where to put inducing points, and a lengthscale to start from.
+
+Everything is seeded with its own generator, leaves the global one alone, stays on the device and in the dtype of ``x``
+and walks over the data in chunks: with :math:`N` points no array is larger than :math:`N \times D` (``"kmeans"``,
+``"random"``) or :math:`N \times M` (``"greedy"``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NoReturn
+
+import torch
+from gpytorch.kernels import Kernel
+from torch import Tensor
+
+METHODS = ("kmeans", "greedy", "random")
+
+
+def allocate(
+    x: Tensor,
+    num_points: int,
+    method: Any = "kmeans",
+    *,
+    kernel: Kernel | None = None,
+    seed: int = 0,
+    chunk_size: int = 8192,
+) -> Tensor:
+    r"""Inducing points by any method of this module, or by an allocator of BoTorch.
+
+    :param x: Training inputs, ``N x D``.
+    :param num_points: :math:`M`.
+    :param method: ``"kmeans"`` (:func:`kmeans`), ``"greedy"`` (:func:`greedy_variance`), ``"random"``
+        (:func:`random_subset`), or an object with BoTorch's ``allocate_inducing_points``, such as its
+        ``GreedyImprovementReduction``. BoTorch's allocators take the whole :math:`N \times N` kernel matrix.
+    :param kernel: The kernel with its starting values; needed by ``"greedy"`` and by BoTorch's allocators.
+    :param seed: Seed of the random choices; BoTorch's allocators have none.
+    :param chunk_size: Points a chunk.
+    :return: ``M x D``, distinct rows.
+
+    Example:
+        >>> x = torch.rand(100, 2)
+        >>> tighter_gp.inducing.allocate(x, 10).shape
+        torch.Size([10, 2])
+        >>> kernel = gpytorch.kernels.RBFKernel()
+        >>> tighter_gp.inducing.allocate(x, 10, "greedy", kernel=kernel).shape
+        torch.Size([10, 2])
+    """
+    if hasattr(method, "allocate_inducing_points"):
+        return _from_allocator(x, num_points, method, _needed(kernel, type(method).__name__))
+    if method == "kmeans":
+        return kmeans(x, num_points, seed=seed, chunk_size=chunk_size)
+    if method == "greedy":
+        return greedy_variance(x, num_points, _needed(kernel, "'greedy'"), seed=seed, chunk_size=chunk_size)
+    if method == "random":
+        return random_subset(x, num_points, seed=seed)
+    raise ValueError(
+        f"Unknown method {method!r}; choose {', '.join(map(repr, METHODS))} or pass an InducingPointAllocator of BoTorch."
+    )
+
+
+def _needed(kernel: Kernel | None, what: str) -> Kernel:
+    if kernel is None:
+        raise ValueError(f"Placement by {what} depends on the kernel: pass kernel=.")
+    return kernel
+
+
+@torch.no_grad()
+def _from_allocator(x: Tensor, num_points: int, allocator: Any, kernel: Kernel) -> Tensor:
+    _check(x, num_points)
+    points = allocator.allocate_inducing_points(
+        inputs=x, covar_module=kernel, num_inducing=num_points, input_batch_shape=x.shape[:-2]
+    )
+    if points.size(-2) < num_points:
+        warnings.warn(
+            f"{type(allocator).__name__} returned {points.size(-2)} of the {num_points} inducing points asked for; it stops "
+            "where the kernel leaves next to no variance. Size q(u) by the points returned.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return points.detach().clone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def random_subset(x: Tensor, num_points: int, *, seed: int = 0) -> Tensor:
+    """Distinct rows of ``x``, drawn at random.
+
+    :param x: Training inputs, ``N x D``.
+    :param num_points: :math:`M`.
+    :param seed: Seed of the draw.
+    :return: ``M x D``.
+    """
+    _check(x, num_points)
+    return _distinct_rows(x, _permutation(x, seed), num_points)
+
+
+@torch.no_grad()
+def kmeans(
+    x: Tensor, num_points: int, *, seed: int = 0, chunk_size: int = 8192, max_iter: int = 50, tol: float = 1e-4
+) -> Tensor:
+    r"""Centres of k-means cells: k-means++ seeding, then Lloyd's iterations.
+
+    A cell that loses all its points is seeded again at the point farthest from every centre. An iteration takes
+    :math:`O(NMD)` time and ``chunk_size x M`` memory.
+
+    :param x: Training inputs, ``N x D``, scaled as the kernel sees them: distances are Euclidean.
+    :param num_points: :math:`M`.
+    :param seed: Seed of the first centres.
+    :param chunk_size: Points a chunk; the result depends on it by rounding only.
+    :param max_iter: Most iterations; 0 returns the k-means++ seeds, which are rows of ``x``.
+    :param tol: Stop when no centre moves by more than this times the root mean squared distance of ``x`` from its mean.
+    :return: ``M x D``. The first centres are far apart, so the first half of them alone covers the data too.
+
+    Example:
+        >>> tighter_gp.inducing.kmeans(torch.rand(1000, 3), 20, seed=1).shape
+        torch.Size([20, 3])
+    """
+    _check(x, num_points)
+    return _lloyd(x, _plus_plus(x, num_points, seed, chunk_size), chunk_size, max_iter, tol)
+
+
+@torch.no_grad()
+def nearest(x: Tensor, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
+    """The row of ``points`` nearest to each row of ``x``, such as its k-means cell.
+
+    :param x: ``N x D``.
+    :param points: ``M x D``.
+    :param chunk_size: Points a chunk; memory is ``chunk_size x M``.
+    :return: Integers from 0 to ``M - 1``, shape ``N``.
+    """
+    centre = x.mean(-2)
+    points = points - centre
+    return torch.cat([_cells(chunk - centre, points) for chunk in x.split(chunk_size)])
+
+
+@torch.no_grad()
+def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0, chunk_size: int = 65536) -> Tensor:
+    r"""The training inputs where the inducing points before them leave the most variance.
+
+    .. math:: z_{j+1} = \operatorname*{argmax}_{x_n} d_n, \qquad d_n = k_{nn} - k_{nZ} K_{ZZ}^{-1} k_{Zn}
+
+    A pivoted Cholesky factorisation (Burt et al., 2020) in :math:`O(NM^2)` time and :math:`O(NM)` memory. At fixed
+    hyperparameters adding the next of these points never lowers the tighter bound :math:`F_4`, which does not hold for
+    other locations. For less memory give a random part of the data; the claim then holds for that part.
+
+    If rounding is all that is left before ``num_points`` are found, the others are drawn at random, with a warning.
+
+    :param x: Training inputs, ``N x D``.
+    :param num_points: :math:`M`.
+    :param kernel: The kernel with its starting values, without a batch shape.
+    :param seed: Seed of the choice between equals, which all first points are to a stationary kernel.
+    :param chunk_size: Points a chunk when the kernel is evaluated.
+    :return: ``M x D`` in the order chosen, distinct rows of ``x``.
+
+    Example:
+        >>> kernel = gpytorch.kernels.RBFKernel()
+        >>> tighter_gp.inducing.greedy_variance(torch.rand(100, 2), 10, kernel).shape
+        torch.Size([10, 2])
+    """
+    _check(x, num_points)
+    residual = torch.cat([kernel(chunk, diag=True) for chunk in x.split(chunk_size)], -1)  # d_n, N
+    if residual.dim() != 1:
+        raise ValueError(
+            f"greedy_variance places points for one kernel; got one of batch shape {tuple(residual.shape[:-1])}. "
+            "Call it once a member of the batch."
+        )
+    rounding = 10 * torch.finfo(residual.dtype).eps * residual.max()
+    ties = (residual == residual.max()).nonzero().squeeze(-1)
+    pivot = ties[torch.randint(len(ties), (), generator=_generator(x, seed), device=x.device)]
+    chosen: list[Tensor] = []
+    factor = residual.new_empty(num_points, x.size(0))  # the rows of A given the points so far
+    while len(chosen) < num_points and residual[pivot] > rounding:
+        known = factor[: len(chosen)]
+        column = torch.cat([kernel(chunk, x[pivot, None]).to_dense().squeeze(-1) for chunk in x.split(chunk_size)])
+        row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()
+        factor[len(chosen)] = row
+        chosen.append(pivot)
+        residual = (residual - row.square()).clamp_min(0.0)
+        residual[pivot] = 0.0
+        pivot = residual.argmax()
+    points = _distinct_rows(x, torch.cat([torch.stack(chosen), _permutation(x, seed)]), num_points)
+    if len(chosen) < num_points:
+        warnings.warn(
+            f"{len(chosen)} inducing points explain all of x up to rounding in "
+            f"{str(residual.dtype).removeprefix('torch.')}; the other {num_points - len(chosen)} were drawn at random. "
+            "Fewer inducing points would do for this kernel.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return points
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside the points
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def median_lengthscale(x: Tensor, *, seed: int = 0, max_points: int = 1000) -> Tensor:
+    """The median distance between inputs, a lengthscale to start from.
+
+    :param x: Training inputs, ``N x D``, each dimension scaled alike.
+    :param seed: Seed of the subset.
+    :param max_points: The distances are those within this many points drawn at random.
+    :return: A scalar tensor; pairs of equal points do not count.
+
+    Example:
+        >>> kernel = gpytorch.kernels.RBFKernel(ard_num_dims=3)
+        >>> kernel.lengthscale = tighter_gp.inducing.median_lengthscale(torch.rand(100, 3))
+    """
+    _check(x, 1)
+    distances = torch.nn.functional.pdist(x[_permutation(x, seed)[:max_points]])
+    distances = distances[distances > 0]
+    if not len(distances):
+        raise ValueError(f"All {min(len(x), max_points)} inputs looked at are equal, so there is no distance to take.")
+    return distances.median()
+
+
+def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Half of the points for each of the two sets of SOLVE-GP; the first set has the odd one.
+
+    Points of :func:`kmeans` and :func:`greedy_variance` come in an order in which the first half alone covers the data.
+
+    :param points: ``... x M x D``, :math:`M \\ge 2`.
+    :return: ``... x ceil(M / 2) x D`` and ``... x floor(M / 2) x D``.
+    """
+    if points.dim() < 2 or points.size(-2) < 2:
+        raise ValueError(f"Two sets need at least two points, ... x M x D; got shape {tuple(points.shape)}.")
+    half = (points.size(-2) + 1) // 2
+    return points[..., :half, :].clone(), points[..., half:, :].clone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps of k-means
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _plus_plus(x: Tensor, num_points: int, seed: int, chunk_size: int) -> Tensor:
+    """k-means++ seeds: each row drawn with probability proportional to its squared distance from those before."""
+    generator = _generator(x, seed)
+    rows = max(1, chunk_size * num_points // x.size(-1))  # as many numbers a chunk as in an iteration
+    chosen = [x[torch.randint(len(x), (), generator=generator, device=x.device)]]
+    distance = torch.full_like(x[:, 0], torch.inf)  # squared, to the nearest seed
+    while len(chosen) < num_points:
+        _lower(distance, x, chosen[-1], rows)
+        mass = distance.cumsum(0, dtype=torch.float64)
+        if not mass[-1] > 0:
+            _raise_too_few(len(chosen), num_points)
+        draw = mass[-1] * torch.rand((), generator=generator, device=x.device, dtype=torch.float64)
+        index = torch.searchsorted(mass, draw, right=True).clamp_max(len(x) - 1)
+        chosen.append(x[index])
+    return torch.stack(chosen)
+
+
+def _lower(distance: Tensor, x: Tensor, point: Tensor, rows: int) -> None:
+    """Take one more point into the squared distances, in place; exactly zero at equal rows."""
+    for chunk, part in zip(x.split(rows), distance.split(rows), strict=True):
+        torch.minimum(part, (chunk - point).square_().sum(-1), out=part)
+
+
+def _cells(x: Tensor, points: Tensor) -> Tensor:
+    """Index of the nearest point; |x|^2 is the same for all and left out."""
+    return torch.addmm(points.square().sum(-1), x, points.mT, alpha=-2).argmin(-1)
+
+
+def _lloyd(x: Tensor, points: Tensor, chunk_size: int, max_iter: int, tol: float) -> Tensor:
+    """Move each point to the mean of its cell until they rest. Centred, so that squares do not cancel."""
+    centre = x.mean(-2)
+    smallest_move = tol**2 * (x.var(-2).sum() if len(x) > 1 else 0.0)
+    for _ in range(max_iter):
+        sums, counts = torch.zeros_like(points), torch.zeros_like(points[:, 0])
+        for chunk in x.split(chunk_size):
+            chunk = chunk - centre
+            cells = _cells(chunk, points - centre)
+            sums.index_add_(0, cells, chunk)
+            counts.index_add_(0, cells, torch.ones_like(chunk[:, 0]))
+        moved = torch.where(counts[:, None] > 0, sums / counts.clamp_min(1)[:, None] + centre, points)
+        _reseed(moved, counts == 0, x, chunk_size)
+        largest_move, points = (moved - points).square().sum(-1).max(), moved
+        if largest_move <= smallest_move:
+            break
+    return points
+
+
+def _reseed(points: Tensor, empty: Tensor, x: Tensor, chunk_size: int) -> None:
+    """Put the points of empty cells, in place, at the rows farthest from all others."""
+    if not empty.any():
+        return
+    kept = points[~empty]
+    cells = nearest(x, kept, chunk_size=chunk_size)
+    pairs = zip(x.split(chunk_size), cells.split(chunk_size), strict=True)
+    distance = torch.cat([(chunk - kept[own]).square_().sum(-1) for chunk, own in pairs])
+    for index in empty.nonzero().squeeze(-1):
+        points[index] = x[distance.argmax()]
+        _lower(distance, x, points[index], chunk_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, num_points: int) -> None:
+    if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() != 2:
+        got = (
+            f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+            if torch.is_tensor(x)
+            else type(x).__name__
+        )
+        raise ValueError(f"x must be a floating point tensor N x D; got {got}. For one dimension use x.unsqueeze(-1).")
+    if not 1 <= num_points <= len(x):
+        raise ValueError(f"num_points must lie between 1 and the {len(x)} rows of x; got {num_points}.")
+    if not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).any(-1).sum())
+        raise ValueError(f"x holds NaN or infinity in {bad} of {len(x)} rows; drop or impute them.")
+
+
+def _generator(x: Tensor, seed: int) -> torch.Generator:
+    return torch.Generator(device=x.device).manual_seed(seed)
+
+
+def _permutation(x: Tensor, seed: int) -> Tensor:
+    return torch.randperm(len(x), generator=_generator(x, seed), device=x.device)
+
+
+def _distinct_rows(x: Tensor, order: Tensor, num_points: int) -> Tensor:
+    """The first ``num_points`` different rows of ``x`` met in this order."""
+    looked_at = num_points
+    while True:
+        rows = x[order[:looked_at]]
+        different, inverse = torch.unique(rows, dim=0, return_inverse=True)
+        if len(different) >= num_points:
+            position = torch.arange(len(rows), device=x.device)
+            first = position.new_full((len(different),), len(rows)).scatter_reduce_(0, inverse, position, "amin")
+            return rows[first.sort().values[:num_points]]
+        if looked_at >= len(order):
+            _raise_too_few(len(different), num_points)
+        looked_at *= 2
+
+
+def _raise_too_few(distinct: int, num_points: int) -> NoReturn:
+    raise ValueError(
+        f"x has {distinct} distinct rows, too few for {num_points} inducing points; ask for at most {distinct}."
+    )

@@ -1,0 +1,296 @@
+r"""Common kernels as pure functions of two tensors.
+
+GPyTorch evaluates a kernel through lazy tensors and reads values back to the host on the way. A training step needs
+dense blocks :math:`K_{ZZ}`, :math:`K_{ZX}` and a diagonal, so the kernels met most often are *lowered* to plain tensor
+functions with the same values and gradients: RBF, Matérn, rational quadratic, linear, constant, scaled, and sums and
+products of these, with ARD, ``active_dims`` and batch shapes. :func:`lower` returns None for any other kernel, which
+is then evaluated by GPyTorch itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from gpytorch import kernels
+from gpytorch.kernels import Kernel
+from torch import Tensor
+
+from ..linalg import once_differentiable
+
+
+class Leaf(NamedTuple):
+    """A hyperparameter: its module and the name of its constrained value."""
+
+    module: Kernel
+    name: str
+
+    @property
+    def value(self) -> Tensor:
+        return getattr(self.module, self.name)
+
+
+Values = Sequence[Tensor]
+
+
+class LoweredKernel(NamedTuple):
+    """A kernel as pure functions of the values of its leaves.
+
+    :param leaves: The hyperparameters, in the order in which ``values`` are given.
+    :param covariance: ``(values, x1, x2) -> ... x N1 x N2``; pass the same tensor twice for a symmetric matrix.
+    :param variance: ``(values, x) -> ... x N``, its diagonal.
+    """
+
+    leaves: tuple[Leaf, ...]
+    covariance: Callable[[Values, Tensor, Tensor], Tensor]
+    variance: Callable[[Values, Tensor], Tensor]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [leaf.value for leaf in self.leaves]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stationary kernels: k(x, x') = v g(r^2), r the distance of the scaled inputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _rbf(squared: Tensor) -> tuple[Tensor, Tensor, float]:
+    value = squared.mul_(-0.5).exp_()
+    return value, value, -0.5
+
+
+def _matern12(squared: Tensor) -> tuple[Tensor, Tensor, float]:
+    distance = squared.sqrt_()
+    value = distance.neg().exp_()
+    # At zero distance there is a kink; the mean of its one-sided slopes is zero.
+    return value, torch.where(distance > 0, value / distance, torch.zeros_like(value)), -0.5
+
+
+def _matern32(squared: Tensor) -> tuple[Tensor, Tensor, float]:
+    distance = squared.sqrt_().mul_(math.sqrt(3))
+    decay = distance.neg().exp_()
+    return distance.add_(1).mul_(decay), decay, -1.5
+
+
+def _matern52(squared: Tensor) -> tuple[Tensor, Tensor, float]:
+    distance = squared.mul_(5).sqrt()
+    decay = distance.neg().exp_()
+    slope = (distance + 1).mul_(decay)
+    return squared.div_(3).add_(distance).add_(1).mul_(decay), slope, -5 / 6
+
+
+_PROFILES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, float]]] = {
+    "rbf": _rbf,
+    "matern12": _matern12,
+    "matern32": _matern32,
+    "matern52": _matern52,
+}
+
+
+def squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
+    """Squared Euclidean distances by one matrix product; exactly zero on the diagonal if the two are one tensor."""
+    same = x1 is x2
+    centre = x1.detach().mean(-2, keepdim=True)
+    x1 = x1 - centre
+    x2 = x1 if same else x2 - centre
+    norm1, norm2 = x1.square().sum(-1, keepdim=True), x2.square().sum(-1, keepdim=True)
+    left = torch.cat([-2 * x1, norm1, torch.ones_like(norm1)], -1)
+    right = torch.cat([x2, torch.ones_like(norm2), norm2], -1)
+    squared = (left @ right.mT).clamp_min_(0)
+    if same:
+        squared.diagonal(dim1=-1, dim2=-2).zero_()
+    return squared
+
+
+class _Stationary(torch.autograd.Function):
+    r""":math:`v\, g(r^2)` with a backward pass of two thin matrix products and no square root to differentiate."""
+
+    @staticmethod
+    def forward(ctx, x1: Tensor, x2: Tensor | None, scale: Tensor | None, profile: str) -> Tensor:
+        other = x1 if x2 is None else x2
+        value, slope, factor = _PROFILES[profile](squared_distance(x1, other))
+        if scale is not None:
+            value = scale * value
+        ctx.factor = factor
+        ctx.save_for_backward(x1, x2, scale, slope, value)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x1, x2, scale, slope, value = ctx.saved_tensors
+        weight = grad * slope
+        grad_scale = None
+        if scale is not None:
+            if ctx.needs_input_grad[2]:
+                grad_scale = ((grad * value).sum((-1, -2), keepdim=True) / scale).sum_to_size(scale.shape)
+            weight = weight.mul_(scale) if weight.shape == value.shape else weight * scale
+        factor = 2 * ctx.factor
+        if x2 is None:
+            # Both arguments are x1: the weights act from the left and from the right.
+            weight = weight + weight.mT
+            grad_x1 = _pull(weight, x1, x1, factor) if ctx.needs_input_grad[0] else None
+            return grad_x1, None, grad_scale, None
+        grad_x1 = _pull(weight, x1, x2, factor) if ctx.needs_input_grad[0] else None
+        grad_x2 = _pull(weight.mT, x2, x1, factor) if ctx.needs_input_grad[1] else None
+        return grad_x1, grad_x2, grad_scale, None
+
+
+def _pull(weight: Tensor, to: Tensor, other: Tensor, factor: float) -> Tensor:
+    """Gradient of ``sum(weight * squared_distance(to, other))`` in ``to``, times half of ``factor``."""
+    gradient = weight.sum(-1, keepdim=True) * to - weight @ other
+    return gradient.mul_(factor).sum_to_size(to.shape)
+
+
+def _stationary(values: Values, x1: Tensor, x2: Tensor, profile: str) -> Tensor:
+    lengthscale, *scale = values
+    scaled1 = x1 / lengthscale
+    variance = scale[0].unsqueeze(-1).unsqueeze(-1) if scale else None
+    return _Stationary.apply(scaled1, None if x1 is x2 else x2 / lengthscale, variance, profile)
+
+
+def _constant_variance(values: Values, x: Tensor) -> Tensor:
+    lengthscale, *scale = values
+    batch = torch.broadcast_shapes(lengthscale.shape[:-2], x.shape[:-2])
+    ones = torch.ones((), dtype=x.dtype, device=x.device).expand(*batch, x.size(-2))
+    return scale[0].unsqueeze(-1) * ones if scale else ones
+
+
+_STATIONARY = (kernels.RBFKernel, kernels.MaternKernel)
+
+
+def _lower_stationary(kernel: Kernel) -> LoweredKernel:
+    profile = "rbf" if type(kernel) is kernels.RBFKernel else f"matern{int(2 * kernel.nu)}2"
+    return LoweredKernel(
+        (Leaf(kernel, "lengthscale"),),
+        lambda values, x1, x2: _stationary(values, x1, x2, profile),
+        _constant_variance,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The others, and compositions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _lower_rational_quadratic(kernel: Kernel) -> LoweredKernel:
+    def covariance(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
+        lengthscale, alpha = values
+        alpha = alpha.unsqueeze(-1)
+        scaled1 = x1 / lengthscale
+        squared = _SquaredDistance.apply(scaled1, None if x1 is x2 else x2 / lengthscale)
+        return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
+
+    return LoweredKernel((Leaf(kernel, "lengthscale"), Leaf(kernel, "alpha")), covariance, lambda v, x: _ones(v[0], x))
+
+
+def _ones(lengthscale: Tensor, x: Tensor) -> Tensor:
+    return _constant_variance((lengthscale,), x)
+
+
+class _SquaredDistance(torch.autograd.Function):
+    """:func:`squared_distance` with a gradient that never passes through the clamp."""
+
+    @staticmethod
+    def forward(ctx, x1: Tensor, x2: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x1, x2)
+        return squared_distance(x1, x1 if x2 is None else x2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x1, x2 = ctx.saved_tensors
+        if x2 is None:
+            return _pull(grad + grad.mT, x1, x1, 2.0), None
+        return _pull(grad, x1, x2, 2.0), _pull(grad.mT, x2, x1, 2.0)
+
+
+def _lower_linear(kernel: Kernel) -> LoweredKernel | None:
+    return LoweredKernel(
+        (Leaf(kernel, "variance"),),
+        lambda values, x1, x2: (x1 * values[0]) @ x2.mT,
+        lambda values, x: (x.square() * values[0]).sum(-1),
+    )
+
+
+def _lower_scale(kernel: Kernel) -> LoweredKernel | None:
+    base = lower(kernel.base_kernel, ignore_active_dims=True)  # the scale kernel has taken them over
+    if base is None:
+        return None
+    leaves = (*base.leaves, Leaf(kernel, "outputscale"))
+    if type(kernel.base_kernel) in _STATIONARY:
+        # Takes the scale into the same pass over the matrix.
+        return LoweredKernel(leaves, base.covariance, base.variance)
+    return LoweredKernel(
+        leaves,
+        lambda values, x1, x2: values[-1].unsqueeze(-1).unsqueeze(-1) * base.covariance(values[:-1], x1, x2),
+        lambda values, x: values[-1].unsqueeze(-1) * base.variance(values[:-1], x),
+    )
+
+
+def _lower_composition(kernel: Kernel, combine: Callable[[Tensor, Tensor], Tensor]) -> LoweredKernel | None:
+    parts = [lower(part) for part in kernel.kernels]
+    if any(part is None for part in parts):
+        return None
+    lowered = [part for part in parts if part is not None]
+    ends = [0]
+    for part in lowered:
+        ends.append(ends[-1] + len(part.leaves))
+
+    def fold(results: list[Tensor]) -> Tensor:
+        total = results[0]
+        for result in results[1:]:
+            total = combine(total, result)
+        return total
+
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    return LoweredKernel(
+        tuple(leaf for part in lowered for leaf in part.leaves),
+        lambda values, x1, x2: fold(
+            [part.covariance(values[span], x1, x2) for part, span in zip(lowered, spans, strict=True)]
+        ),
+        lambda values, x: fold([part.variance(values[span], x) for part, span in zip(lowered, spans, strict=True)]),
+    )
+
+
+def lower(kernel: Kernel, *, ignore_active_dims: bool = False) -> LoweredKernel | None:
+    """Lower a kernel with its current parameters, or return None if it is not one of the common ones.
+
+    Subclasses of the common kernels are not lowered: they may compute something else.
+
+    :param kernel: Any GPyTorch kernel.
+    :param ignore_active_dims: Whether the inputs have been selected already, as in a lazily evaluated kernel.
+    """
+    kind = type(kernel)
+    lowered: LoweredKernel | None
+    if kind in _STATIONARY:
+        lowered = _lower_stationary(kernel)
+    elif kind is kernels.RQKernel:
+        lowered = _lower_rational_quadratic(kernel)
+    elif kind is kernels.LinearKernel:
+        lowered = _lower_linear(kernel)
+    elif kind is kernels.ScaleKernel:
+        lowered = _lower_scale(kernel)
+    elif kind is kernels.AdditiveKernel:
+        lowered = _lower_composition(kernel, torch.add)
+    elif kind is kernels.ProductKernel:
+        lowered = _lower_composition(kernel, torch.mul)
+    else:
+        lowered = None
+    if lowered is None or kernel.active_dims is None or ignore_active_dims:
+        return lowered
+    return _select(lowered, kernel.active_dims)
+
+
+def _select(lowered: LoweredKernel, dims: Tensor) -> LoweredKernel:
+    def covariance(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
+        first = x1.index_select(-1, dims)
+        return lowered.covariance(values, first, first if x1 is x2 else x2.index_select(-1, dims))
+
+    return LoweredKernel(
+        lowered.leaves, covariance, lambda values, x: lowered.variance(values, x.index_select(-1, dims))
+    )
