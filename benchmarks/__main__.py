@@ -6,12 +6,10 @@ import argparse
 import importlib
 import sys
 
+from .errors import UserError
+
 # An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`.
 EXPERIMENTS = ("demo",)
-
-
-class UserError(Exception):
-    """Bad input: reported in one line, with exit code 2."""
 
 
 def main(argv: list[str] | None = None) -> int:

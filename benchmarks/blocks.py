@@ -1,0 +1,207 @@
+"""Blocks of points: SGPR, T-SGPR and T-SGPR with blocks on 5,000 rows of kin40k, trained by L-BFGS.
+
+All methods start from the same k-means inducing points and hyperparameters. Data and results are in units of the target
+standardised by the training rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+import tighter_gp
+
+from .data import Split, check_regression, load_regression
+from .errors import UserError
+from .models import NOISE_FLOOR
+from .options import add_arguments as add_common
+from .options import resolve
+from .runs import Session
+
+METHODS = {"sgpr": "titsias", "t-sgpr": "tighter", "block": "block", "full": "full"}
+DEFAULTS: dict[str, Any] = {
+    "methods": ["sgpr", "t-sgpr", "block"],
+    "datasets": ["kin40k"],
+    "splits": [0],
+    "num_inducing": [256],
+    "seed": [0],
+    "dtype": "float64",
+    "num_train": 5000,
+    "num_blocks": 10,
+    "max_iter": 1000,
+}
+SMOKE = {"datasets": ["toy"], "num_inducing": [5], "num_train": 150, "num_blocks": 4, "max_iter": 10}
+
+_JITTER = 1e-6
+
+
+class SGPR(gpytorch.models.ExactGP):
+    """Collapsed sparse regression with an RBF-ARD kernel."""
+
+    def __init__(self, data: Split, points: Tensor, bound: str, blocks: Tensor | None) -> None:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood(
+            noise_constraint=gpytorch.constraints.GreaterThan(NOISE_FLOOR)
+        )
+        super().__init__(data.train_x, data.train_y, likelihood)
+        dim = data.train_x.size(-1)
+        base = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=dim))
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = tighter_gp.TighterInducingPointKernel(
+            base, points.clone(), likelihood, bound=bound, blocks=blocks, jitter_val=_JITTER
+        )
+        self.to(points)
+        base.outputscale, base.base_kernel.lengthscale, likelihood.noise = 1.0, math.sqrt(dim), 0.1
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        """The sparse prior."""
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the experiment."""
+    add_common(parser, DEFAULTS)
+    for name, text in (
+        ("num-train", "training rows, drawn at random"),
+        ("num-blocks", "blocks of the partition"),
+        ("max-iter", "most iterations of L-BFGS"),
+    ):
+        default = DEFAULTS[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", type=int, metavar="X", help=f"{text} (default: {default})")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train each method and print a table."""
+    args = resolve(args, DEFAULTS, SMOKE, tuple(METHODS))
+    for name in ("num_train", "num_blocks", "max_iter"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}.")
+    if max(*args.num_inducing, args.num_blocks) > args.num_train:
+        raise UserError(f"more inducing points or blocks than the {args.num_train} training rows.")
+    check_regression(args.datasets, args.splits, args.data_dir)
+    session = Session("blocks", args)
+    planned = [
+        describe(args, dataset, split, number, seed, method)
+        for dataset in args.datasets
+        for split in args.splits
+        for number in args.num_inducing
+        for seed in args.seed
+        for method in args.methods
+    ]
+    session.plan(planned)
+    results = []
+    for one in planned:
+        data = load(args, one["dataset"], one["split"], one["seed"])
+        results.append(session.run(one, partial(execute, one, data)))
+    print(
+        f"\n{'dataset':>10} {'M':>5} {'method':>7} {'bound':>9} {'RMSE':>7} {'NLPD':>8} {'noise std':>9} {'seconds':>8}"
+    )
+    for result in results:
+        print(
+            f"{result['dataset']:>10} {result['num_inducing']:5d} {result['method']:>7} {result['bound']:9.4f} "
+            f"{result['rmse']:7.4f} {result['nlpd']:8.4f} {math.sqrt(result['noise']):9.4f} {result['seconds']:8.1f}"
+        )
+
+
+def describe(
+    args: argparse.Namespace, dataset: str, split: int, num_inducing: int, seed: int, method: str
+) -> dict[str, Any]:
+    """What tells a run from others."""
+    config = {
+        "num_train": args.num_train,
+        "num_blocks": args.num_blocks if method == "block" else None,
+        "max_iter": args.max_iter,
+        "dtype": str(args.dtype).removeprefix("torch."),
+        "kernel": "rbf-ard",
+        "noise_floor": NOISE_FLOOR,
+    }
+    return {
+        "dataset": dataset,
+        "split": split,
+        "seed": seed,
+        "method": method,
+        "num_inducing": num_inducing,
+        "config": config,
+    }
+
+
+def load(args: argparse.Namespace, dataset: str, split: int, seed: int) -> Split:
+    """Random training rows of a split, standardised by themselves, and all of its test rows."""
+    data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
+    if args.num_train > len(data.train_y):
+        raise UserError(
+            f"--num-train {args.num_train} is more than the {len(data.train_y)} training rows of {dataset}."
+        )
+    rows = np.random.default_rng(seed).permutation(len(data.train_y))[: args.num_train]
+    x, y = data.train_x[torch.from_numpy(rows)], data.train_y[torch.from_numpy(rows)]
+    x_mean, x_std, y_mean, y_std = x.mean(0), x.std(0, correction=0), y.mean(), y.std(correction=0)
+    x_std = torch.where(x_std > 0, x_std, 1.0)
+    return Split(
+        dataset,
+        (x - x_mean) / x_std,
+        (y - y_mean) / y_std,
+        (data.test_x - x_mean) / x_std,
+        (data.test_y - y_mean) / y_std,
+        data.target_std * float(y_std),
+    )
+
+
+def execute(run: dict[str, Any], data: Split, checkpoint: Path, resume: bool) -> dict[str, Any]:
+    """Train one method from the common start; returns its bound per point, noise and test errors."""
+    method, config, seed = run["method"], run["config"], run["seed"]
+    points = tighter_gp.inducing.kmeans(data.train_x, run["num_inducing"], seed=seed)
+    blocks = None
+    if method == "block":
+        blocks = tighter_gp.blocks.partition(data.train_x, config["num_blocks"], seed=seed)
+    model = SGPR(data, points, METHODS[method], blocks)
+    started = time.perf_counter()
+    evaluations = train(model, data, config["max_iter"])
+    seconds = time.perf_counter() - started
+    bound = tighter_gp.evaluate_bound(model, model.likelihood, data.train_x, data.train_y)
+    model.eval()
+    q = tighter_gp.predict(model, data.test_x)
+    variance, error = q.variance + model.likelihood.noise.detach(), data.test_y - q.mean
+    log_density = -0.5 * (torch.log(2 * math.pi * variance) + error.square() / variance)
+    rmse = error.square().mean().sqrt().item()
+    return {
+        "bound": bound.item() / len(data.train_y),
+        "rmse": rmse,
+        "nlpd": -log_density.mean().item(),
+        "noise": model.likelihood.noise.item(),
+        "evaluations": evaluations,
+        "seconds": round(seconds, 3),
+        "flags": ["learnt the mean"] if rmse >= 0.98 * data.test_y.std().item() else [],
+    }
+
+
+def train(model: SGPR, data: Split, max_iter: int) -> int:
+    """Maximise the collapsed bound by L-BFGS; returns the number of evaluations."""
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    parameters = list(model.parameters())
+    model.train()
+
+    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
+        _set(parameters, values)
+        loss = -mll(model(data.train_x), data.train_y)
+        gradients = torch.autograd.grad(loss, parameters)
+        return loss.item(), torch.cat([g.flatten() for g in gradients]).double().cpu().numpy()
+
+    start = torch.nn.utils.parameters_to_vector(parameters).detach().double().cpu().numpy()
+    options = {"maxiter": max_iter, "maxfun": 2 * max_iter}
+    result = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    _set(parameters, result.x)
+    return int(result.nfev)
+
+
+def _set(parameters: list[torch.nn.Parameter], values: np.ndarray) -> None:
+    vector = torch.from_numpy(values).to(parameters[0])
+    torch.nn.utils.vector_to_parameters(vector, parameters)

@@ -1,0 +1,479 @@
+"""SGPR, T-SGPR, SVGP and T-SVGP side by side on one-dimensional data: a table and a figure in under a minute.
+
+All four start from the same hyperparameters (all 1) and inducing inputs (evenly spaced quantiles of the inputs). SGPR
+and T-SGPR are trained by L-BFGS. SVGP and T-SVGP share q(u)'s start, every mini-batch and the learning rates: natural
+gradients for q(u), Adam for the rest. Rates and steps were tuned on this data and Snelson's until both methods reached
+their collapsed bounds; T-SVGP needs more steps for it than SVGP. Reported bounds are those of the whole training set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultivariateNormal
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+from tqdm import tqdm
+
+import tighter_gp
+
+from . import plotting
+from .errors import UserError
+from .toy import Data, make_toy, read_csv, toy_function
+
+JITTER = 1e-6
+PUBLISHED = Path(__file__).parent / "results" / "demo"
+README = Path(__file__).parent.parent / "README.md"
+RESULTS, FIGURE = "demo.jsonl", "demo.png"
+BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
+
+
+class Budget(NamedTuple):
+    """What a method may spend.
+
+    :param iterations: Of L-BFGS.
+    :param steps: Of Adam and natural gradients, each on one mini-batch.
+    :param batch_size: Points a mini-batch.
+    :param adam_rate: First learning rate of Adam; both rates fall to 0 along a cosine.
+    :param natural_rate: First step of the natural gradients.
+    :param trace_every: Steps between two points of a trace.
+    """
+
+    iterations: int = 150
+    steps: int = 800
+    batch_size: int = 100
+    adam_rate: float = 0.1
+    natural_rate: float = 0.8
+    trace_every: int = 10
+
+
+SMOKE = Budget(iterations=3, steps=6, trace_every=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class CollapsedGP(gpytorch.models.ExactGP):
+    """SGPR with ``bound="titsias"``, T-SGPR with ``bound="tighter"``."""
+
+    def __init__(self, x: Tensor, y: Tensor, inducing_points: Tensor, bound: str) -> None:
+        likelihood = make_likelihood()
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ZeroMean()
+        self.base_kernel = make_kernel()
+        self.covar_module = tighter_gp.TighterInducingPointKernel(
+            self.base_kernel, inducing_points.clone(), likelihood, bound=bound, jitter_val=JITTER
+        )
+
+    @property
+    def inducing_points(self) -> Tensor:
+        """Where the inducing inputs are."""
+        return self.covar_module.inducing_points
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        """The prior."""
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class UncollapsedGP(gpytorch.models.ApproximateGP):
+    """SVGP under :class:`~gpytorch.mlls.VariationalELBO`, T-SVGP under :class:`~tighter_gp.TighterELBO`."""
+
+    def __init__(self, inducing_points: Tensor) -> None:
+        q = gpytorch.variational.NaturalVariationalDistribution(inducing_points.size(0))
+        super().__init__(
+            tighter_gp.TighterVariationalStrategy(self, inducing_points.clone(), q.double(), jitter_val=JITTER)
+        )
+        self.likelihood = make_likelihood()
+        self.mean_module = gpytorch.means.ZeroMean()
+        self.base_kernel = make_kernel()
+
+    @property
+    def inducing_points(self) -> Tensor:
+        """Where the inducing inputs are."""
+        return self.variational_strategy.inducing_points
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        """The prior."""
+        return MultivariateNormal(self.mean_module(x), self.base_kernel(x))
+
+
+def make_kernel() -> gpytorch.kernels.ScaleKernel:
+    """A squared exponential kernel with variance and lengthscale 1."""
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).double()
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 1.0
+    return kernel
+
+
+def make_likelihood() -> gpytorch.likelihoods.GaussianLikelihood:
+    """Gaussian noise of variance 1."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    likelihood.noise = 1.0
+    return likelihood
+
+
+def inducing_quantiles(x: Tensor, num_inducing: int) -> Tensor:
+    """Evenly spaced quantiles of the inputs, ``num_inducing x 1``."""
+    levels = (torch.arange(num_inducing, dtype=x.dtype) + 0.5) / num_inducing
+    return torch.quantile(x.squeeze(-1), levels).unsqueeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """A trained model.
+
+    :param bound: The bound on the log evidence of the whole training set, per datum.
+    :param trace: The same bound during training: pairs of iteration or step, and value.
+    """
+
+    model: Any
+    bound: float
+    trace: list[tuple[int, float]]
+    seconds: float
+
+
+Report = Callable[[int, float | None], Any]  # steps done, and the bound if it was evaluated
+
+
+def train_collapsed(bound: str, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
+    """Maximise a collapsed bound of the full data with L-BFGS."""
+    model = CollapsedGP(data.x, data.y, z, bound)
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=1, max_eval=25, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = -mll(model(data.x), data.y)
+        value.backward()
+        return value
+
+    start, trace = time.perf_counter(), []
+    for iteration in range(budget.iterations):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        try:
+            value = -optimizer.step(loss).item()
+        except (NanError, NotPSDError):  # the line search left the domain: stay at the last good point
+            _restore(model, before)
+            break
+        trace.append((iteration, value))
+        report(1, value)
+        if len(trace) > 5 and value - trace[-6][1] < 1e-8:
+            break
+    report(budget.iterations - len(trace), None)
+    seconds = time.perf_counter() - start
+    value = tighter_gp.evaluate_bound(model, model.likelihood, data.x, data.y).item() / len(data.y)
+    return Fit(model, value, [*trace, (len(trace), value)], seconds)
+
+
+def train_uncollapsed(objective: type, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
+    """Maximise an uncollapsed bound on mini-batches: natural gradients for q(u), Adam for the rest."""
+    num_data = len(data.y)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = UncollapsedGP(z)
+        model(data.x[:1])  # GPyTorch draws q(u)'s start at the first call
+    mll = objective(model.likelihood, model, num_data)
+    optimizers = [
+        gpytorch.optim.NGD(model.variational_parameters(), num_data=num_data, lr=budget.natural_rate),
+        torch.optim.Adam(model.hyperparameters(), lr=budget.adam_rate),
+    ]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, budget.steps) for o in optimizers]
+
+    def bound() -> float:
+        value = tighter_gp.evaluate_bound(model, model.likelihood, data.x, data.y, objective=objective)
+        return value.item() / num_data
+
+    start, trace = time.perf_counter(), [(0, bound())]
+    for step, rows in zip(range(1, budget.steps + 1), mini_batches(num_data, budget.batch_size, seed), strict=False):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (-mll(model(data.x[rows]), data.y[rows])).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        if step % budget.trace_every == 0:
+            trace.append((step, bound()))
+            report(budget.trace_every, trace[-1][1])
+    report(budget.steps % budget.trace_every, None)
+    return Fit(model, bound(), trace, time.perf_counter() - start)
+
+
+def mini_batches(num_data: int, batch_size: int, seed: int) -> Iterator[Tensor]:
+    """Rows of endless epochs in random order; a smaller last batch of an epoch is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from (
+            rows
+            for rows in torch.randperm(num_data, generator=generator).split(min(batch_size, num_data))
+            if len(rows) == min(batch_size, num_data)
+        )
+
+
+def _restore(model: torch.nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+METHODS: dict[str, tuple[Callable[..., Fit], Any]] = {
+    "SGPR": (train_collapsed, "titsias"),
+    "T-SGPR": (train_collapsed, "tighter"),
+    "SVGP": (train_uncollapsed, gpytorch.mlls.VariationalELBO),
+    "T-SVGP": (train_uncollapsed, tighter_gp.TighterELBO),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def describe(fit: Fit, data: Data) -> dict[str, Any]:
+    """What is reported of a trained model."""
+    model, noise = fit.model, fit.model.likelihood.noise
+    kernel = model.base_kernel
+    log_evidence = tighter_gp.bounds.exact_log_evidence(kernel(data.x).to_dense(), data.y, noise)
+    test = tighter_gp.predict(model, data.test_x)
+    variance = test.variance + noise
+    nlpd = 0.5 * (torch.log(2 * math.pi * variance) + (data.test_y - test.mean).square() / variance)
+    low, high = data.x.min().item(), data.x.max().item()
+    grid = torch.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), 200, dtype=data.x.dtype)
+    f = tighter_gp.predict(model, grid.unsqueeze(-1))
+    return {
+        "bound_per_datum": fit.bound,
+        "log_evidence_per_datum": log_evidence.item() / len(data.y),
+        "noise_variance": noise.item(),
+        "kernel_variance": kernel.outputscale.item(),
+        "lengthscale": kernel.base_kernel.lengthscale.item(),
+        "rmse": (data.test_y - test.mean).square().mean().sqrt().item(),
+        "mean_nlpd": nlpd.mean().item(),
+        "seconds": round(fit.seconds, 3),
+        "inducing_inputs": model.inducing_points.squeeze(-1).tolist(),
+        "trace": [[step, round(value, 5)] for step, value in fit.trace],
+        "fit": {"x": _rounded(grid), "mean": _rounded(f.mean), "stddev": _rounded(f.stddev)},
+    }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as a Markdown table with a caption; what is printed and what the README shows."""
+    first = results[0]
+    which = f"{first['num_test']} test points" if first["num_test"] else "the training points"
+    header = ["method", "bound", "exact", "noise", "kernel variance", "RMSE", "mean NLPD", "seconds"]
+    rows = [
+        [result["method"]]
+        + [f"{result[key]:.4f}" for key in ("bound_per_datum", "log_evidence_per_datum", "noise_variance")]
+        + [f"{result[key]:.4f}" for key in ("kernel_variance", "rmse", "mean_nlpd")]
+        + [f"{result['seconds']:.1f}"]
+        for result in results
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    line = lambda cells: "| " + " | ".join(cells) + " |"
+    aligned = [
+        line(
+            [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]
+        )
+        for cells in [header, *rows]
+    ]
+    rule = line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    made_with = "" if first["true_noise"] is None else f" (the data were made with {first['true_noise']:g})"
+    caption = (
+        f"{first['dataset']}: {first['num_data']} training points, {first['num_inducing']} inducing points. "
+        "bound: lower bound on the log evidence, per datum, higher is tighter; exact: the log evidence per datum at the "
+        f"learnt hyperparameters; noise: learnt noise variance{made_with}; RMSE and NLPD: on {which}, lower is better."
+    )
+    return "\n".join([aligned[0], rule, *aligned[1:], "", textwrap.fill(caption, 120)])
+
+
+def draw(results: list[dict[str, Any]], data: Data) -> plotting.Figure:
+    """Traces of the bounds on the left, the four fits on the right."""
+    by_method = {result["method"]: result for result in results}
+    with plotting.style():
+        figure = plotting.new_figure(13.5, 7.2)
+        grid = figure.add_gridspec(2, 3, width_ratios=(1.0, 1.15, 1.15))
+        for row, (family, step) in enumerate((("SGPR", "L-BFGS iteration"), ("SVGP", "step (mini-batches)"))):
+            _draw_traces(figure.add_subplot(grid[row, 0]), [by_method[family], by_method[f"T-{family}"]], step)
+        shared = None
+        for index, method in enumerate(METHODS):
+            shared = figure.add_subplot(grid[index // 2, 1 + index % 2], sharex=shared, sharey=shared)
+            _draw_fit(shared, by_method[method], data)
+        handles, labels = shared.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower right", ncols=len(labels))
+    return figure
+
+
+def _draw_traces(axes: Any, results: list[dict[str, Any]], step: str) -> None:
+    for result in results:
+        look = plotting.method_style(result["method"])
+        steps, values = zip(*result["trace"], strict=True)
+        axes.plot(steps, values, **look, label=f"{result['method']}: {result['bound_per_datum']:.3f}")
+        axes.axhline(result["log_evidence_per_datum"], color=look["color"], linestyle=":", linewidth=1.4)
+    # The interesting end of the traces: the first steps lie far below.
+    ends = [result["bound_per_datum"] for result in results]
+    top = max(*ends, *(result["log_evidence_per_datum"] for result in results))
+    bottom = max(min(ends) - 1.5 * max(top - min(ends), 0.05), min(v for r in results for _, v in r["trace"]))
+    margin = 0.06 * (top - bottom)
+    axes.set_ylim(bottom - margin, top + margin)
+    axes.set(xlabel=step, ylabel="bound per datum")
+    axes.set_title("Bounds (dotted: exact log evidence)")
+    axes.legend(loc="lower right")
+
+
+def _draw_fit(axes: Any, result: dict[str, Any], data: Data) -> None:
+    fit, look = result["fit"], plotting.method_style(result["method"])
+    plotting.fit_bands(axes, fit["x"], fit["mean"], fit["stddev"], result["noise_variance"], look["color"])
+    if data.name == "toy":
+        truth = toy_function(torch.tensor(fit["x"]).numpy())
+        axes.plot(fit["x"], truth, color=plotting.INK, linewidth=1.2, linestyle=":", label="truth")
+    axes.scatter(data.x.squeeze(-1), data.y, s=9, color=plotting.INK, alpha=0.55, linewidths=0, zorder=3, label="data")
+    inducing = result["inducing_inputs"]
+    axes.plot(
+        inducing,
+        [0.03] * len(inducing),
+        transform=axes.get_xaxis_transform(),
+        linestyle="none",
+        marker="^",
+        markersize=9,
+        color=plotting.INK,
+        label="inducing inputs",
+    )
+    axes.set_title(
+        f"{result['method']}: noise {result['noise_variance']:.4f}, kernel variance {result['kernel_variance']:.3f}"
+    )
+    axes.set(xlabel="x", ylabel="y")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def with_table(readme: str, results: list[dict[str, Any]]) -> str:
+    """The README's text with the table between its markers made from these results."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m benchmarks demo``."""
+    parser.add_argument("--data", type=Path, metavar="PATH", help="CSV file of input,target lines; default the toy set")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/demo"), help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of mini-batches, q(u)'s start and the held-out rows")
+    parser.add_argument("--num-inducing", type=int, default=5, metavar="M", help="default %(default)s")
+    parser.add_argument("--test-fraction", type=float, default=0.0, metavar="P", help="rows of --data to hold out")
+    parser.add_argument("--standardise", action="store_true", help="shift and scale --data to mean 0 and variance 1")
+    parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
+    parser.add_argument("--publish", action="store_true", help="write the files and the table that the README shows")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train the four models, print the table, write the results and the figure."""
+    if not 0 <= args.seed < 2**63 or args.num_inducing < 1 or not 0 <= args.test_fraction < 1:
+        raise UserError(
+            "--seed must be at least 0 and below 2**63, --num-inducing at least 1, --test-fraction in [0, 1)."
+        )
+    data = load_data(args)
+    out = PUBLISHED if args.publish else args.out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / RESULTS).touch()
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}.") from error
+
+    results = run_methods(data, args.num_inducing, SMOKE if args.smoke else Budget(), args.seed)
+    print(table(results))
+    for result in results:
+        if result["rmse"] >= 0.98 * data.test_y.std().item():
+            print(f"note: {result['method']} predicts little more than the mean.")
+    (out / RESULTS).write_text("".join(json.dumps(result) + "\n" for result in results), encoding="utf-8")
+    plotting.save(draw(results, data), out / FIGURE)
+    if args.publish:
+        README.write_text(with_table(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"\nFigure: {out / FIGURE}\nResults: {out / RESULTS}")
+
+
+def load_data(args: argparse.Namespace) -> Data:
+    """The toy set, or the file given, with a note if its scale does not suit the start."""
+    if args.data is None:
+        return make_toy()
+    data = read_csv(args.data, args.test_fraction, args.seed, args.standardise)
+    if len(data.x.unique()) < args.num_inducing:
+        raise UserError(f"{args.data}: {args.num_inducing} inducing points need as many different inputs.")
+    spread, size = data.x.std().item(), data.y.square().mean().sqrt().item()
+    if not (0.1 < spread < 100 and 0.1 < size < 10):
+        print(
+            f"note: inputs spread over {spread:.3g} and targets of size {size:.3g} are far from the start (all "
+            "hyperparameters 1); --standardise may train better."
+        )
+    return data
+
+
+def run_methods(data: Data, num_inducing: int, budget: Budget, seed: int) -> list[dict[str, Any]]:
+    """Train and describe all methods, with a progress bar on a terminal."""
+    z = inducing_quantiles(data.x, num_inducing)
+    shared = {
+        "experiment": "demo",
+        "dataset": data.name,
+        "num_data": len(data.y),
+        "num_test": len(data.test_y) if data.held_out else 0,
+        "true_noise": data.noise,
+        "num_inducing": num_inducing,
+        "seed": seed,
+        "config": budget._asdict(),
+        "versions": {
+            "tighter_gp": tighter_gp.__version__,
+            "gpytorch": gpytorch.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    results = []
+    steps = {train_collapsed: budget.iterations, train_uncollapsed: budget.steps}
+    with tqdm(total=sum(steps[train] for train, _ in METHODS.values()), disable=None, leave=False) as bar:
+        for method, (train, choice) in METHODS.items():
+
+            def report(done: int, bound: float | None, method: str = method) -> None:
+                bar.update(done)
+                if bound is not None:
+                    bar.set_description(f"{method:6s} bound {bound:8.4f}")
+
+            try:
+                if not method.startswith("T-"):  # the first call of its kind is slow: keep that out of the seconds
+                    train(choice, data, z, SMOKE, seed, lambda done, bound: None)
+                fit = train(choice, data, z, budget, seed, report)
+                results.append({"method": method, **shared, **describe(fit, data)})
+            except (NanError, NotPSDError, torch.linalg.LinAlgError) as error:
+                raise UserError(f"training {method} failed: {str(error).splitlines()[0]} Try --standardise.") from error
+    return results

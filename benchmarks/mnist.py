@@ -1,0 +1,230 @@
+"""Classification of digits: ten latent GPs and a softmax on MNIST (the paper's Section 5.4).
+
+The ten functions share inducing points and an RBF kernel. The tighter methods learn one beta a class. Bounds are
+evaluated on the whole training set at each run's own parameters, with the same draws for both: the tighter bound at the
+learned beta, or, for a method trained with the standard bound, at the best of a grid that ends in the standard bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.mlls import VariationalELBO
+
+import tighter_gp
+from tighter_gp.training import Step, distributed
+
+from . import models
+from .data import Split, load_digits, load_mnist
+from .errors import UserError
+from .options import add_arguments as add_common
+from .options import resolve
+from .runs import Session
+
+DEFAULTS: dict[str, Any] = {
+    "methods": list(models.METHODS),
+    "datasets": ["mnist"],
+    "num_inducing": [256],
+    "epochs": 20,
+    "batch_size": 1024,
+    "lr": 0.02,
+    "dtype": "float32",
+    "seed": [0],
+}
+SMOKE = {"datasets": ["digits"], "num_inducing": [16], "epochs": 2, "batch_size": 256}
+
+SCHEDULE = "cosine"
+NUM_CLASSES = 10
+DATASETS = {"mnist": load_mnist, "digits": lambda data_dir, **kwargs: load_digits(**kwargs)}
+
+# Draws of the latents a point: in training, and for the reported numbers.
+_TRAIN_SAMPLES, _TEST_SAMPLES = 10, 64
+_BETAS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the experiment."""
+    add_common(parser, DEFAULTS)
+    parser.add_argument(
+        "--traces", type=int, default=5, metavar="N", help="times to score the test set in training (5)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train and evaluate each method."""
+    args = resolve(args, DEFAULTS, SMOKE, tuple(models.METHODS))
+    unknown = [name for name in args.datasets if name not in DATASETS]
+    if unknown:
+        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(DATASETS)}.")
+    loaded = {
+        name: DATASETS[name](data_dir=args.data_dir, dtype=args.dtype, device=args.device) for name in args.datasets
+    }
+    for name, data in loaded.items():
+        if max(args.num_inducing) > len(data.train_y):
+            raise UserError(
+                f"{max(args.num_inducing)} inducing points are more than the {len(data.train_y)} training points of {name}."
+            )
+    session = Session("mnist", args)
+    planned = [(name, number, seed) for name in args.datasets for number in args.num_inducing for seed in args.seed]
+    session.plan([describe(args, *point, method) for point in planned for method in args.methods])
+    models.warm_up()
+    for name, num_inducing, seed in planned:
+        runs = [describe(args, name, num_inducing, seed, method) for method in args.methods]
+        if session.all_done(runs):
+            continue
+        start = models.make_start(loaded[name].train_x, num_inducing, seed)
+        for one in runs:
+            session.run(one, partial(train, one, loaded[name], start, args.traces))
+    distributed.stop()
+
+
+def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
+    """What tells a run from others."""
+    return {
+        "dataset": dataset,
+        "split": 0,
+        "seed": seed,
+        "method": method,
+        "num_inducing": num_inducing,
+        "config": {
+            "epochs": args.epochs,
+            "batch_size": args.batch_size,
+            "lr": args.lr,
+            "schedule": SCHEDULE,
+            "dtype": str(args.dtype).removeprefix("torch."),
+            "kernel": "rbf",
+        },
+    }
+
+
+class Trace:
+    """Scores the test set a few times in training; its state is part of a checkpoint."""
+
+    def __init__(self, data: Split, epochs: int, times: int) -> None:
+        self.data, self.every = data, max(1, epochs // times) if times > 0 else 0
+        self.points: list[dict[str, Any]] = []
+
+    def __call__(self, state: Step) -> None:
+        """Called after every step."""
+        if self.every and state.epoch_end and state.epoch % self.every == 0:
+            recent = state.history.loss[-state.step // state.epoch :]
+            self.points.append(
+                {
+                    "epoch": state.epoch,
+                    "step": state.step,
+                    "seconds": round(state.history.seconds, 3),
+                    "bound": -sum(recent) / len(recent),  # mean over the last epoch's batches
+                    **scores(state.model, state.likelihood, self.data),
+                }
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded."""
+        return {"points": self.points}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.points = state["points"]
+
+
+def train(
+    run: dict[str, Any], data: Split, start: models.Start, traces: int, checkpoint: Path, resume: bool
+) -> dict[str, Any]:
+    """Train one method and evaluate it."""
+    method, config = run["method"], run["config"]
+    tighter = models.METHODS[method].tighter
+    model, likelihood = models.make_classification(method, start, NUM_CLASSES)
+    trace = Trace(data, config["epochs"], traces)
+    with gpytorch.settings.num_likelihood_samples(_TRAIN_SAMPLES):
+        history = tighter_gp.training.fit(
+            model,
+            likelihood,
+            data.train_x,
+            data.train_y,
+            objective=models.objective(method),
+            epochs=config["epochs"],
+            batch_size=config["batch_size"],
+            lr=config["lr"],
+            schedule=config["schedule"],
+            seed=run["seed"],
+            checkpoint=checkpoint,
+            resume=resume,
+            callbacks=[trace],
+        )
+    model.eval()
+    likelihood.eval()
+    test_scores = scores(model, likelihood, data)
+    values = bounds(method, model, likelihood, data, start)
+    result = {
+        "bound": values["bound_tighter" if tighter else "bound_base"],
+        **values,
+        **test_scores,
+        "outputscale": model.covar_module.outputscale.item(),
+        "lengthscale": model.covar_module.base_kernel.lengthscale.item(),
+        "num_train": len(data.train_y),
+        "num_test": len(data.test_y),
+        "num_inputs": data.train_x.size(-1),
+        "seconds": round(history.seconds, 3),
+        "steps": history.steps,
+        "skipped": len(history.skipped),
+        "flags": [],
+        "trace": trace.points,
+    }
+    if tighter:
+        result["beta"] = _conditional(model).beta.tolist()
+    return result
+
+
+def _conditional(model: Any) -> Any:
+    return model.variational_strategy.base_variational_strategy.conditional
+
+
+def _bound(model: Any, likelihood: Any, data: Split, kind: Any, rows: int | None = None) -> float:
+    """A bound per training point; the draws are the same for every model."""
+    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
+        torch.manual_seed(0)
+        x, y = data.train_x[:rows], data.train_y[:rows]
+        return float(tighter_gp.evaluate_bound(model, likelihood, x, y, objective=kind)) / len(y)
+
+
+def bounds(method: str, model: Any, likelihood: Any, data: Split, start: models.Start) -> dict[str, float]:
+    """Both bounds at a model's own q(u), inducing points and hyperparameters."""
+    partner = method.removeprefix("t-") if models.METHODS[method].tighter else f"t-{method}"
+    other, _ = models.make_classification(partner, start, NUM_CLASSES)
+    state = other.state_dict()
+    own = model.state_dict()
+    other.load_state_dict({name: own.get(name, value) for name, value in state.items()})
+    if models.METHODS[method].tighter:
+        return {
+            "bound_tighter": _bound(model, likelihood, data, tighter_gp.TighterELBO),
+            "bound_base": _bound(other, likelihood, data, VariationalELBO),
+        }
+    conditional, found = _conditional(other), {}
+    for beta in _BETAS:
+        conditional.beta = beta
+        found[beta] = _bound(other, likelihood, data, tighter_gp.TighterELBO, rows=2048)
+    conditional.beta = max(found, key=lambda beta: found[beta])
+    base = _bound(model, likelihood, data, VariationalELBO)
+    return {"bound_tighter": max(base, _bound(other, likelihood, data, tighter_gp.TighterELBO)), "bound_base": base}
+
+
+@torch.no_grad()
+def scores(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
+    """Error rate and mean NLPD on the test set."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    wrong, density = 0, 0.0
+    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
+        torch.manual_seed(0)
+        for x, y in zip(data.test_x.split(1024), data.test_y.split(1024), strict=True):
+            probabilities = likelihood(model(x)).probs.mean(0)
+            wrong += int((probabilities.argmax(-1) != y).sum())
+            density += float(probabilities.gather(-1, y.unsqueeze(-1)).clamp_min(1e-12).log().sum())
+    for module, training in modes:
+        module.training = training
+    return {"error": wrong / len(data.test_y), "nlpd": -density / len(data.test_y)}

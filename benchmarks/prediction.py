@@ -1,0 +1,166 @@
+"""Predictive variances with and without their last term (the paper's Table 1).
+
+T-SGPR with a Matérn-3/2 kernel is trained once a split. Then the test set is predicted with the last term dropped, which
+costs nothing beyond SVGP, and with the exact term, which needs the eigenvectors of an N x N matrix. ``optimal``,
+``subset`` and ``diagonal`` are three other ways, see tighter_gp.predict. Seconds are those of the prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.likelihoods import GaussianLikelihood
+from torch import Tensor
+
+import tighter_gp
+
+from .data import Split, check_regression, check_sizes, load_regression
+from .models import NOISE_FLOOR, Start, make_start, warm_up
+from .options import add_arguments as add_common
+from .options import resolve
+from .runs import Session
+
+METHODS = ("drop", "exact", "optimal", "subset", "diagonal")
+DEFAULTS: dict[str, Any] = {
+    "methods": ["drop", "exact"],
+    "datasets": ["wine", "solar", "pumadyn32nm"],
+    "splits": [0, 1, 2],
+    "num_inducing": [100],
+    "epochs": 200,
+    "dtype": "float64",
+    "seed": [0],
+}
+SMOKE = {"datasets": ["toy"], "splits": [0], "num_inducing": [8], "epochs": 10, "methods": list(METHODS)}
+
+
+class SGPR(gpytorch.models.ExactGP):
+    """T-SGPR."""
+
+    def __init__(self, data: Split, start: Start) -> None:
+        likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(NOISE_FLOOR))
+        super().__init__(data.train_x, data.train_y, likelihood)
+        kernel = ScaleKernel(MaternKernel(1.5, ard_num_dims=data.train_x.size(-1)))
+        kernel.outputscale, kernel.base_kernel.lengthscale, likelihood.noise = 1.0, start.lengthscale, 0.1
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = tighter_gp.TighterInducingPointKernel(
+            kernel, start.points.clone(), likelihood, jitter_val=1e-6
+        )
+        self.to(start.points)
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        """The sparse prior."""
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the experiment."""
+    add_common(parser, DEFAULTS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train once a split, and predict with each method."""
+    args = resolve(args, DEFAULTS, SMOKE, METHODS)
+    check_regression(args.datasets, args.splits, args.data_dir)
+    check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
+    session = Session("prediction", args)
+    planned = [
+        (dataset, split, number, seed)
+        for dataset in args.datasets
+        for split in args.splits
+        for number in args.num_inducing
+        for seed in args.seed
+    ]
+    session.plan([describe(args, *point, method) for point in planned for method in args.methods])
+    warm_up()
+    for dataset, split, number, seed in planned:
+        runs = [describe(args, dataset, split, number, seed, method) for method in args.methods]
+        if session.all_done(runs):
+            continue
+        data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
+        model = SGPR(data, make_start(data.train_x, number, seed))
+        trained: dict[str, Any] = {}
+        for one in runs:
+            session.run(one, partial(evaluate, one, data, model, trained))
+
+
+def describe(
+    args: argparse.Namespace, dataset: str, split: int, num_inducing: int, seed: int, method: str
+) -> dict[str, Any]:
+    """What tells a run from others."""
+    config = {
+        "epochs": args.epochs,
+        "dtype": str(args.dtype).removeprefix("torch."),
+        "kernel": "matern-3/2 ard",
+        "noise_floor": NOISE_FLOOR,
+    }
+    return {
+        "dataset": dataset,
+        "split": split,
+        "seed": seed,
+        "method": method,
+        "num_inducing": num_inducing,
+        "config": config,
+    }
+
+
+def evaluate(
+    run: dict[str, Any], data: Split, model: SGPR, trained: dict[str, Any], checkpoint: Path, resume: bool
+) -> dict[str, Any]:
+    """Predict the test set; the first method of a split trains the model."""
+    likelihood = model.likelihood
+    if not trained:
+        history = tighter_gp.training.fit(
+            model,
+            likelihood,
+            data.train_x,
+            data.train_y,
+            epochs=run["config"]["epochs"],
+            seed=run["seed"],
+            checkpoint=checkpoint,
+            checkpoint_every=20,
+            resume=resume,
+        )
+        bound = tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y)
+        trained.update(
+            bound=float(bound) / len(data.train_y),
+            noise=likelihood.noise.item(),
+            outputscale=model.covar_module.base_kernel.outputscale.item(),
+            train_seconds=round(history.seconds, 3),
+            steps=history.steps,
+            skipped=len(history.skipped),
+            mean=tighter_gp.predict(model, data.test_x).mean,
+        )
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="last_term='diagonal'")
+        q = tighter_gp.predict(model, data.test_x, run["method"])
+        variance = q.variance + likelihood.noise.detach()
+    if data.test_x.is_cuda:
+        torch.cuda.synchronize(data.test_x.device)
+    seconds = time.perf_counter() - started
+    density = torch.distributions.Normal(q.mean, variance.sqrt()).log_prob(data.test_y)
+    rmse = float((q.mean - data.test_y).square().mean().sqrt())
+    test_std = float(data.test_y.std())
+    return {
+        **{name: value for name, value in trained.items() if name != "mean"},
+        "rmse": rmse,
+        "nlpd": -float(density.mean()),
+        "mean_difference": float((q.mean - trained["mean"]).abs().max()),
+        "latent_variance": float(q.variance.mean()),
+        "num_train": len(data.train_y),
+        "num_test": len(data.test_y),
+        "num_inputs": data.train_x.size(-1),
+        "target_std": data.target_std,
+        "test_std": test_std,
+        "seconds": round(seconds, 4),
+        "flags": ["learnt the mean"] if rmse >= 0.98 * test_std else [],
+    }

@@ -1,0 +1,380 @@
+"""Tables and figures from result files: means, paired differences with standard errors, wins, ties and losses.
+
+Every number is read from the files; nothing is trained. A pair is a tighter method and its base with the same data,
+split, seed, inducing points and budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import UserError
+from .options import writable_folder
+from .runs import identity, read_results
+
+Result = dict[str, Any]
+
+# A difference smaller than this, in nats per datum or in units of the target's standard deviation, is a tie.
+TIE = 0.002
+
+
+class Metric(NamedTuple):
+    """A column.
+
+    :param title: Its heading.
+    :param read: Its value in a result; None if there is none.
+    :param sign: 1 if more is better, -1 if less is, 0 if neither.
+    :param digits: Decimals.
+    """
+
+    title: str
+    read: Callable[[Result], float | None]
+    sign: int
+    digits: int = 4
+
+
+def _field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
+    return lambda result: None if result.get(name) is None else factor * float(result[name])
+
+
+BOUND = Metric("bound / N", _field("bound"), 1)
+LOG_LIKELIHOOD = Metric("test log-lik.", _field("nlpd", -1.0), 1)
+RMSE = Metric("RMSE", _field("rmse"), -1)
+ERROR = Metric("error %", _field("error", 100.0), -1, 2)
+NOISE = Metric("noise", _field("noise"), 0)
+SECONDS = Metric("seconds", _field("seconds"), 0, 1)
+METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS)
+
+LABELS = {
+    "sgpr": "SGPR",
+    "t-sgpr": "T-SGPR",
+    "svgp": "SVGP",
+    "t-svgp": "T-SVGP",
+    "solve-gp": "SOLVE-GP",
+    "t-solve-gp": "T-SOLVE-GP",
+    "drop": "without last term",
+    "exact": "with last term",
+}
+TITLES = {
+    "snelson": "One-dimensional regression",
+    "prediction": "Last term of the predictive variance",
+    "uci": "Regression",
+    "mnist": "Classification of digits",
+    "gplvm": "Bayesian GPLVM",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the report."""
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=[Path("results")],
+        help="result files, or folders of them (default: results)",
+    )
+    parser.add_argument("--out", type=Path, help="folder for report.md and figures/ (default: that of the first path)")
+    parser.add_argument("--no-figures", action="store_true", help="tables only")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the files, print the tables, write them and the figures."""
+    results = load(args.paths)
+    first = args.paths[0]
+    out = writable_folder(args.out or (first if first.is_dir() else first.parent))
+    figures = []
+    if not args.no_figures:
+        from .figures import draw_all
+
+        figures = draw_all(results, writable_folder(out / "figures"))
+    text = make_report(results, figures)
+    (out / "report.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def load(paths: Sequence[Path]) -> list[Result]:
+    """All results of some files and folders; of two with the same run, the later one."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} does not exist; run an experiment first, or name its result files.")
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    results = {identity(result): result for file in files for result in read_results(file)}
+    if not results:
+        raise UserError(f"there are no results in {', '.join(map(str, paths))}.")
+    for result in results.values():
+        for name in ("experiment", "dataset", "method"):
+            if not isinstance(result.get(name), str):
+                raise UserError(f"a result has no {name}; these are not result files of python -m benchmarks.")
+    return list(results.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """A mean and its standard error, which one value alone does not have."""
+
+    value: float
+    error: float | None
+    count: int
+
+    def show(self, digits: int, signed: bool = False) -> str:
+        """As text."""
+        text = f"{self.value:{'+' if signed else ''}.{digits}f}"
+        return text if self.error is None else f"{text} ± {self.error:.{digits}f}"
+
+
+def mean(values: Iterable[float | None]) -> Mean | None:
+    """Mean of those values that there are."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    average = math.fsum(found) / len(found)
+    if len(found) == 1:
+        return Mean(average, None, 1)
+    variance = math.fsum((value - average) ** 2 for value in found) / (len(found) - 1)
+    return Mean(average, math.sqrt(variance / len(found)), len(found))
+
+
+def base_of(method: str, methods: Iterable[str]) -> str | None:
+    """The base of a tighter method among the others: ``t-svgp`` has ``svgp``, ``tv-bgplvm`` has ``v-bgplvm``."""
+    base = method[1:].lstrip("-") if method.startswith("t") else None
+    return base if base in set(methods) else None
+
+
+def pairs(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[Result, Result]]]:
+    """Results of a base and its tighter method that differ in the method alone."""
+    by_run = {identity(result): result for result in results}
+    methods = {result["method"] for result in results}
+    found: dict[tuple[str, str], list[tuple[Result, Result]]] = {}
+    for result in results:
+        base = base_of(result["method"], methods)
+        if base is None:
+            continue
+        partner = by_run.get(identity({**result, "method": base}))
+        if partner is not None:
+            found.setdefault((base, result["method"]), []).append((partner, result))
+    return found
+
+
+def tally(differences: Iterable[float], sign: int) -> Counter[str]:
+    """Wins, ties and losses of differences tighter - base."""
+    counts: Counter[str] = Counter()
+    for difference in differences:
+        better = sign * difference
+        counts["win" if better >= TIE else "loss" if better <= -TIE else "tie"] += 1
+    return counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; words to the left, numbers to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    words = [any(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(header))]
+
+    def show(line: list[str]) -> str:
+        padded = [
+            cell.ljust(width) if is_word else cell.rjust(width)
+            for cell, width, is_word in zip(line, widths, words, strict=True)
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join("-" * (width + 1) + ("-" if is_word else ":") for width, is_word in zip(widths, words, strict=True))
+    return "\n".join([show(lines[0]), f"|{rule}|", *map(show, lines[1:])])
+
+
+def label(method: str) -> str:
+    """Name of a method in tables and figures."""
+    return LABELS.get(method, method)
+
+
+def group_key(result: Result) -> tuple[str, int, str]:
+    """Results that may be averaged: same data, inducing points and settings."""
+    return result["dataset"], result.get("num_inducing") or 0, json.dumps(result.get("config"), sort_keys=True)
+
+
+def grouped(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result]]:
+    """By :func:`group_key`, in the order of data and inducing points."""
+    groups: dict[tuple[str, int, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault(group_key(result), []).append(result)
+    first = {name: i for i, name in reversed(list(enumerate(result["dataset"] for result in results)))}
+    return dict(sorted(groups.items(), key=lambda item: (first[item[0][0]], item[0][1], item[0][2])))
+
+
+def methods_of(results: Iterable[Result]) -> list[str]:
+    """Methods in the order in which they are known, then in which they came."""
+    found = list(dict.fromkeys(result["method"] for result in results))
+    known = list(LABELS)
+    return sorted(found, key=lambda method: known.index(method) if method in known else len(known))
+
+
+def means_table(results: Sequence[Result]) -> str:
+    """Means over splits and seeds, with standard errors."""
+    metrics = [metric for metric in METRICS if any(metric.read(result) is not None for result in results)]
+    rows = []
+    for (dataset, num_inducing, _), group in grouped(results).items():
+        for method in methods_of(group):
+            own = [result for result in group if result["method"] == method]
+            cells = [mean(map(metric.read, own)) for metric in metrics]
+            shown = [
+                "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
+            ]
+            flags = sorted({flag for result in own for flag in result.get("flags", [])})
+            rows.append([dataset, str(num_inducing or ""), label(method), str(len(own)), *shown, ", ".join(flags)])
+    header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "flags"]
+    if not any(row[-1] for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    return table(header, rows)
+
+
+def pairs_table(results: Sequence[Result]) -> str | None:
+    """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs."""
+    metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
+    totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
+    rows, losses = [], []
+    for (dataset, num_inducing, _), group in grouped(results).items():
+        for (base, tighter), matched in pairs(group).items():
+            cells = []
+            for metric in metrics:
+                differences = []
+                for first, second in matched:
+                    before, after = metric.read(first), metric.read(second)
+                    if before is None or after is None:
+                        continue
+                    differences.append(after - before)
+                    if metric.sign * differences[-1] <= -TIE:
+                        where = f"{dataset}, M={num_inducing}, split {second.get('split')}, seed {second.get('seed')}"
+                        losses.append(
+                            f"- {where}, {label(tighter)}: {metric.title} {before:.{metric.digits}f} → "
+                            f"{after:.{metric.digits}f}"
+                        )
+                counts = tally(differences, metric.sign)
+                totals[metric.title] += counts
+                average = mean(differences)
+                cells.append("" if average is None else f"{average.show(metric.digits, signed=True)} ({_wins(counts)})")
+            own = [_gap(result) for pair in matched for result in pair]
+            gaps = [gap for gap in own if gap is not None]
+            cells.append(f"{min(gaps):+.4f}" if gaps else "")
+            rows.append(
+                [dataset, str(num_inducing or ""), f"{label(tighter)} − {label(base)}", str(len(matched)), *cells]
+            )
+    if not rows:
+        return None
+    if len(rows) > 1:
+        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), ""])
+    header = ["data", "M", "pair", "pairs", *(f"Δ {metric.title}" for metric in metrics), "least gap"]
+    text = table(header, rows)
+    text += (
+        f"\n\nMean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
+        f"{TIE}. *Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
+    )
+    if losses:
+        text += "\n\nLosses:\n\n" + "\n".join(losses)
+    return text
+
+
+def _wins(counts: Counter[str]) -> str:
+    return f"{counts['win']}/{counts['tie']}/{counts['loss']}"
+
+
+def _gap(result: Result) -> float | None:
+    tighter, base = result.get("bound_tighter"), result.get("bound_base")
+    return None if tighter is None or base is None else tighter - base
+
+
+def prediction_table(results: Sequence[Result]) -> str:
+    """The paper's Table 1, and the differences it is about."""
+    rows, notes = [], []
+    for (dataset, _, _), group in grouped(results).items():
+        size = f"{group[0].get('num_train')}/{group[0].get('num_inputs')}"
+        for method in methods_of(group):
+            own = [result for result in group if result["method"] == method]
+            cells = [mean(map(metric.read, own)) for metric in (RMSE, LOG_LIKELIHOOD, Metric("", _field("seconds"), 0))]
+            shown = ["" if cell is None else cell.show(3) for cell in cells]
+            rows.append([dataset, size, label(method), str(len(own)), *shown])
+        dropped = {_place(result): result for result in group if result["method"] == "drop"}
+        for method in methods_of(group):
+            matched = [(dropped[_place(r)], r) for r in group if r["method"] == method and _place(r) in dropped]
+            if method == "drop" or not matched:
+                continue
+            difference = mean(first["nlpd"] - second["nlpd"] for first, second in matched)
+            furthest = max(result["mean_difference"] for _, result in matched)
+            assert difference is not None
+            notes.append(
+                f"- {dataset}, {label(method)}: log-likelihood {difference.show(4, signed=True)} against dropping the term; "
+                f"predictive means differ by at most {furthest:.1e}."
+            )
+    header = ["data", "N/D", "variance", "runs", "RMSE", "test log-lik.", "seconds"]
+    return table(header, rows) + ("\n\n" + "\n".join(notes) if notes else "")
+
+
+def _place(result: Result) -> tuple[Any, Any]:
+    return result.get("split"), result.get("seed")
+
+
+def snelson_table(results: Sequence[Result]) -> str:
+    """Bounds and hyperparameters on the one-dimensional data."""
+    columns = {"bound / N": "bound", "noise": "noise", "kernel variance": "outputscale", "lengthscale": "lengthscale"}
+    rows = []
+    for (dataset, num_inducing, _), group in grouped(results).items():
+        for method in methods_of(group):
+            for result in (result for result in group if result["method"] == method):
+                values = [result.get(name) for name in columns.values()]
+                shown = ["" if value is None else f"{value:.4f}" for value in values]
+                rows.append([dataset, str(num_inducing), label(method), *shown, str(result.get("steps", ""))])
+    return table(["data", "M", "method", *columns, "steps"], rows)
+
+
+def make_report(results: Sequence[Result], figures: Sequence[Path] = ()) -> str:
+    """The whole report in Markdown."""
+    order = [*TITLES, *dict.fromkeys(result["experiment"] for result in results)]
+    parts = ["# Results", _provenance(results)]
+    for experiment in dict.fromkeys(order):
+        own = [result for result in results if result["experiment"] == experiment]
+        if not own:
+            continue
+        parts.append(f"## {TITLES.get(experiment, experiment)} (`{experiment}`)")
+        if experiment == "prediction":
+            parts.append(prediction_table(own))
+        elif experiment == "snelson":
+            parts.append(snelson_table(own))
+        else:
+            parts.append(means_table(own))
+        paired = None if experiment == "prediction" else pairs_table(own)
+        if paired is not None:
+            parts += ["### Tighter against base", paired]
+        drawn = [path for path in figures if path.name.startswith(f"{experiment}_")]
+        parts += [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn if path.suffix == ".png"]
+        commands = dict.fromkeys(result.get("command", "") for result in own)
+        parts.append("\n".join(["Made by:", "", "```", *sorted(filter(None, commands)), "```"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _provenance(results: Sequence[Result]) -> str:
+    versions = sorted({json.dumps(result.get("versions", {}), sort_keys=True) for result in results})
+    commits = sorted({_short(str(result.get("commit"))) for result in results})
+    devices = sorted({str(result.get("device", "?")) for result in results})
+    shown = "; ".join(", ".join(f"{name} {number}" for name, number in json.loads(text).items()) for text in versions)
+    return (
+        f"{len(results)} runs on {', '.join(devices)}, commit {', '.join(commits)}; {shown}. Numbers are means over splits "
+        "and seeds ± standard errors, bounds in nats per training point, test log-likelihoods in nats per test point."
+    )
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + ("+" if commit.endswith("+") else "")

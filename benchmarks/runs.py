@@ -1,0 +1,256 @@
+"""Results: one JSON line a finished run, on the disk before the next run starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import linear_operator
+import numpy as np
+import torch
+
+import tighter_gp
+from tighter_gp.training import distributed
+
+from .errors import UserError
+from .options import writable_folder
+
+# What tells one run from another.
+IDENTITY = ("experiment", "dataset", "split", "seed", "method", "num_inducing", "config")
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; a last one that was cut off is left out."""
+    results = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = json.loads(line)
+            if not isinstance(result, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                continue
+            raise UserError(f"{path}, line {number}: not a result ({error}).") from error
+        results.append(result)
+    return results
+
+
+def append_result(path: Path, result: dict[str, Any]) -> None:
+    """Add a line and see it onto the disk. A line that an interrupted run left unfinished is taken away first."""
+    line = (json.dumps(_finite(result), allow_nan=False) + "\n").encode()
+    with open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def identity(result: dict[str, Any]) -> str:
+    """A text that is equal for two results of the same run."""
+    return json.dumps({name: result.get(name) for name in IDENTITY}, sort_keys=True)
+
+
+class Session:
+    """The runs of one command.
+
+    :param experiment: Its name.
+    :param args: The flags, resolved.
+    """
+
+    def __init__(self, experiment: str, args: argparse.Namespace) -> None:
+        folder = args.out / "smoke" if args.smoke else args.out
+        if distributed.rank() == 0:
+            writable_folder(args.out)
+            writable_folder(folder)
+        self.experiment, self.resume, self.device = experiment, args.resume, args.device
+        self.path, self.checkpoints = folder / f"{experiment}.jsonl", folder / "checkpoints"
+        if args.smoke and not args.resume and distributed.rank() == 0:
+            self.path.unlink(missing_ok=True)
+        distributed.barrier()
+        self.done = {identity(result): result for result in read_results(self.path)} if self.path.exists() else {}
+
+    def plan(self, runs: list[dict[str, Any]]) -> None:
+        """Complain, before anything is run, if the file already holds some of these runs and ``--resume`` was not given."""
+        known = sum(identity({"experiment": self.experiment, **run}) in self.done for run in runs)
+        if known and not self.resume:
+            raise UserError(
+                f"{self.path} already holds {known} of these {len(runs)} runs: add --resume to keep them, or choose "
+                "another --out."
+            )
+
+    def all_done(self, runs: list[dict[str, Any]]) -> bool:
+        """Whether nothing is left of these runs."""
+        done = all(identity({"experiment": self.experiment, **run}) in self.done for run in runs)
+        if distributed.agreed(done, self.device):
+            for run in runs:
+                self._say(f"{self._label(run)}: done before")
+            return True
+        return False
+
+    def run(self, run: dict[str, Any], execute: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
+        """Execute a run that is not done, and write its line.
+
+        :param run: What tells it from others: dataset, split, seed, method, num_inducing, config.
+        :param execute: Called with the path for a checkpoint, and whether to resume from it; returns the results.
+        """
+        run = {"experiment": self.experiment, **run}
+        key = identity(run)
+        if distributed.agreed(key in self.done, self.device):
+            self._say(f"{self._label(run)}: done before")
+            return self.done.get(key, run)
+        checkpoint = self.checkpoints / f"{self._label(run).replace(' ', '_')}.pt"
+        reset_peak_memory(self.device)
+        started = time.perf_counter()
+        outcome = execute(checkpoint, self.resume)
+        result = {
+            **run,
+            **outcome,
+            "wall_seconds": round(time.perf_counter() - started, 3),
+            "peak_memory_mb": peak_memory_mb(self.device),
+            **environment(str(self.device)),
+        }
+        if distributed.rank() == 0:
+            append_result(self.path, result)
+            checkpoint.unlink(missing_ok=True)
+            if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+                self.checkpoints.rmdir()
+        distributed.barrier()
+        self.done[key] = result
+        self._say(f"{self._label(run)}: {_summary(result)}")
+        return result
+
+    def _label(self, run: dict[str, Any]) -> str:
+        parts = [run.get("experiment", self.experiment), run["dataset"], f"split{run['split']}", f"seed{run['seed']}"]
+        if run.get("num_inducing") is not None:
+            parts.append(f"M{run['num_inducing']}")
+        return " ".join([*parts, run["method"]])
+
+    def _say(self, text: str) -> None:
+        if distributed.rank() == 0:
+            print(text, flush=True)
+
+
+def _summary(result: dict[str, Any]) -> str:
+    shown = []
+    for name, label in (("bound", "bound"), ("rmse", "RMSE"), ("error", "error"), ("nlpd", "NLPD"), ("noise", "noise")):
+        if isinstance(result.get(name), float):
+            shown.append(f"{label} {result[name]:.4f}")
+    if isinstance(result.get("seconds"), float):
+        shown.append(f"{result['seconds']:.1f} s")
+    return ", ".join([*shown, *result.get("flags", [])])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where and with what
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, machine, commit and command of this process."""
+    return {
+        "device": device,
+        "processes": distributed.world_size(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "gpytorch": gpytorch.__version__,
+            "linear_operator": linear_operator.__version__,
+            "tighter_gp": tighter_gp.__version__,
+        },
+        "platform": f"{platform.system()} {platform.machine()}",
+        "commit": commit(),
+        "command": command(sys.argv[1:]),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def command(arguments: list[str]) -> str:
+    """The command line without the folders of this machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if argument in ("--out", "--data-dir"):
+            skip = True
+        elif skip or argument.startswith(("--out=", "--data-dir=")):
+            skip = False
+        else:
+            kept.append(argument)
+    return shlex.join(["python", "-m", "benchmarks", *kept])
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """The commit that is run, with ``+`` if files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start to measure."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # the peak is then that of the whole process
+
+
+def peak_memory_mb(device: torch.device) -> float | None:
+    """Most memory held since :func:`reset_peak_memory`, in MB: of the device for CUDA, of the process otherwise."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) * 1024 / 1e6, 1)
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)

@@ -1,0 +1,342 @@
+"""Time of a training step: ours against GPyTorch's, interleaved in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tighter_gp
+
+from .errors import UserError
+from .options import writable_folder
+from .plotting import new_figure, save, style
+from .runs import append_result, environment, read_results
+
+GRID = ((64, 256), (256, 256), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096))
+LARGE = ((2048, 2048),)
+SMOKE = ((16, 32), (32, 32))
+NUM_DATA = 100_000
+NUM_DIMS = 8
+
+Step = Callable[[], Any]
+
+
+class _Model(gpytorch.models.ApproximateGP):
+    def __init__(self, make_strategy: Callable[[Any], Any]) -> None:
+        super().__init__(make_strategy(self))
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=NUM_DIMS))
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def _distribution(num_inducing: int) -> Any:
+    return gpytorch.variational.CholeskyVariationalDistribution(num_inducing)
+
+
+def _strategies(num_inducing: int) -> dict[str, tuple[Callable[[Any], Any], Any]]:
+    """Each method: a maker of its strategy, and its objective."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(num_inducing, NUM_DIMS, generator=generator)
+    half = num_inducing // 2
+
+    def stock(model: Any) -> Any:
+        return gpytorch.variational.VariationalStrategy(model, points, _distribution(num_inducing))
+
+    def ours(model: Any) -> Any:
+        return tighter_gp.TighterVariationalStrategy(model, points, _distribution(num_inducing))
+
+    def solve(model: Any) -> Any:
+        return tighter_gp.SolveGPVariationalStrategy(
+            model, points[:half], points[half:], _distribution(half), _distribution(num_inducing - half)
+        )
+
+    return {
+        "gpytorch svgp": (stock, gpytorch.mlls.VariationalELBO),
+        "svgp": (ours, gpytorch.mlls.VariationalELBO),
+        "t-svgp": (ours, tighter_gp.TighterELBO),
+        "t-solve-gp": (solve, tighter_gp.TighterELBO),
+        "t-svgp compiled": (ours, tighter_gp.TighterELBO),
+    }
+
+
+def make_step(method: str, num_inducing: int, batch_size: int, device: str) -> Step:
+    """A closure that takes one optimizer step; learned inducing points, Adam, Gaussian noise, float32."""
+    make_strategy, objective = _strategies(num_inducing)[method]
+    model, likelihood = _Model(make_strategy).to(device), gpytorch.likelihoods.GaussianLikelihood().to(device)
+    mll = objective(likelihood, model, NUM_DATA)
+    compiled = method.endswith("compiled")
+    parameters = [*model.parameters(), *likelihood.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=compiled)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(batch_size, NUM_DIMS, generator=generator).to(device)
+    y = torch.randn(batch_size, generator=generator).to(device)
+    model.train()
+    if compiled:
+        step = tighter_gp.CompiledStep(mll, optimizer)
+        return lambda: step(x, y)
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+
+    return eager
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def interleave(steps: dict[str, Step], repeats: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each step, one of each in turn, so that the noise of the machine falls on all alike."""
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations that compute, and those that read a value back to the host."""
+
+    VIEWS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "t.default", "slice", "select", "detach", "permute", "alias")
+    READS = ("_local_scalar_dense", "equal.default", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if any(read in name for read in self.READS):
+            self.counts["host_reads"] += 1
+        elif not name.startswith(self.VIEWS):
+            self.counts["operations"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def gemm_rate(size: int, device: str) -> float:
+    """The machine's own rate of multiplying float32 matrices, in GFLOP/s: the best of five."""
+    a = torch.rand(size, size, device=device)
+    best = math.inf
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def _peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table."""
+    methods = [m for m in _strategies(num_inducing) if args.compile or not m.endswith("compiled")]
+    steps = {method: make_step(method, num_inducing, batch_size, args.device) for method in methods}
+    repeats = max(3, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size)))
+    times = interleave(steps, repeats, args.device)
+    medians = {method: statistics.median(values) for method, values in times.items()}
+    counts = {}
+    for method, step in steps.items():
+        if not method.endswith("compiled"):
+            with _Operations() as operations:
+                step()
+            counts[method] = dict(operations.counts)
+    return {
+        "experiment": "speed",
+        "num_inducing": num_inducing,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "milliseconds": medians,
+        "fastest": {method: min(values) for method, values in times.items()},
+        "counts": counts,
+        "gemm_gflops": gemm_rate(min(1024, max(256, num_inducing)), args.device),
+        "peak_memory_mib": _peak_memory(),
+    }
+
+
+def scaling(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of a T-SVGP step as one size grows and the others stay."""
+    sizes = {
+        "num_inducing": [(m, 1024) for m in ((32, 64) if args.smoke else (128, 256, 512, 1024))],
+        "batch_size": [(256, b) for b in ((64, 128) if args.smoke else (512, 1024, 2048, 4096))],
+    }
+    lines = []
+    for axis, points in sizes.items():
+        steps = {str(point): make_step("t-svgp", *point, args.device) for point in points}
+        times = interleave(steps, max(3, args.repeats // 4), args.device)
+        medians = [statistics.median(times[str(point)]) for point in points]
+        values = [point[0] if axis == "num_inducing" else point[1] for point in points]
+        slope = statistics.linear_regression([math.log(v) for v in values], [math.log(t) for t in medians]).slope
+        lines.append(
+            {"experiment": "speed scaling", "axis": axis, "sizes": values, "milliseconds": medians, "exponent": slope}
+        )
+    return lines
+
+
+def prediction(args: argparse.Namespace) -> dict[str, Any]:
+    """Predicting many points: extra memory and the share of the machine's GEMM rate that the algebra reaches."""
+    num_inducing, num_points = (64, 2000) if args.smoke else (1024, 1_000_000)
+    make_strategy, _ = _strategies(num_inducing)["t-svgp"]
+    model = _Model(make_strategy).to(args.device).eval()
+    x = torch.rand(num_points, NUM_DIMS, device=args.device)
+    tighter_gp.predict(model, x[:1000])
+    before, start = _peak_memory(), time.perf_counter()
+    tighter_gp.predict(model, x, batch_size=4096)
+    seconds = time.perf_counter() - start
+    flops = num_points * num_inducing**2 * 3  # a triangular solve and one product
+    rate = gemm_rate(min(1024, num_inducing), args.device)
+    return {
+        "experiment": "speed prediction",
+        "num_inducing": num_inducing,
+        "num_points": num_points,
+        "seconds": seconds,
+        "extra_memory_mib": _peak_memory() - before,
+        "gflops": flops / seconds / 1e9,
+        "gemm_gflops": rate,
+        "share_of_gemm": flops / seconds / 1e9 / rate,
+    }
+
+
+def peer_times(grid: tuple[tuple[int, int], ...], folder: Path) -> list[dict[str, Any]]:
+    """Steps of GPflow and GPJax, each in an environment of its own (``make peers``)."""
+    lines = []
+    for name in ("gpflow", "gpjax"):
+        python = folder / name / "bin" / "python"
+        if not python.exists():
+            raise UserError(f"{name} is not installed in {folder}: run `make peers`, or give --peers-dir.")
+        script = Path(__file__).parent / "peers" / f"{name}_step.py"
+        run = subprocess.run(
+            [str(python), str(script), json.dumps(grid)], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise UserError(f"{name} failed: {run.stderr.strip().splitlines()[-1] if run.stderr else 'no message'}")
+        for line in run.stdout.splitlines():
+            if line.startswith("{"):
+                lines.append({"experiment": "speed peers", "method": name, **json.loads(line)})
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=40, help="steps of each method at (512, 1024)")
+    parser.add_argument("--large", action="store_true", help="add M = 2048")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled step out")
+    parser.add_argument("--peers", action="store_true", help="add GPflow and GPJax (see `make peers`)")
+    parser.add_argument("--peers-dir", type=Path, default=Path(".venv-peers"))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/speed"))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print the table, write lines and figure."""
+    folder = writable_folder(args.out)
+    grid = SMOKE if args.smoke else (*GRID, *(LARGE if args.large else ()))
+    if args.smoke:
+        args.repeats = 3
+    path = folder / "speed.jsonl"
+    path.unlink(missing_ok=True)
+
+    def keep(line: dict[str, Any]) -> None:
+        append_result(path, {**line, "threads": torch.get_num_threads(), "environment": environment(args.device)})
+
+    for num_inducing, batch_size in grid:
+        line = time_grid_point(num_inducing, batch_size, args)
+        keep(line)
+        print(_row(line), flush=True)
+    for line in scaling(args):
+        keep(line)
+        print(f"step time grows as {line['axis']}^{line['exponent']:.2f} over {line['sizes']}")
+    line = prediction(args)
+    keep(line)
+    print(
+        f"predicting {line['num_points']} points at M={line['num_inducing']}: {line['seconds']:.1f} s, "
+        f"{line['extra_memory_mib']:.0f} MiB extra, {line['share_of_gemm']:.2f} of the GEMM rate"
+    )
+    if args.peers:
+        for line in peer_times(grid, args.peers_dir):
+            keep(line)
+            print(f"{line['method']} ({line['num_inducing']}, {line['batch_size']}): {line['milliseconds']:.2f} ms")
+    print()
+    print(table(read_results(path)))
+    draw(read_results(path), folder / "speed.png")
+    print(f"\nwrote {path} and {folder / 'speed.png'}")
+
+
+def _row(line: dict[str, Any]) -> str:
+    times = ", ".join(f"{method} {ms:.2f}" for method, ms in line["milliseconds"].items())
+    return f"({line['num_inducing']}, {line['batch_size']}): {times} ms"
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: medians, the ratio to GPyTorch, and geometric means."""
+    points = [line for line in lines if line["experiment"] == "speed"]
+    methods = list(points[0]["milliseconds"])
+    peers: dict[tuple[int, int], dict[str, float]] = {}
+    for line in lines:
+        if line["experiment"] == "speed peers":
+            peers.setdefault((line["num_inducing"], line["batch_size"]), {})[line["method"]] = line["milliseconds"]
+    names = [*methods, *sorted({name for at in peers.values() for name in at})]
+    rows = [f"| M, B | {' | '.join(names)} | t-svgp / gpytorch |", f"|{'---|' * (len(names) + 2)}"]
+    for line in points:
+        at = (line["num_inducing"], line["batch_size"])
+        times = {**line["milliseconds"], **peers.get(at, {})}
+        cells = " | ".join(f"{times[name]:.1f}" if name in times else "" for name in names)
+        rows.append(f"| {at[0]}, {at[1]} | {cells} | {times['t-svgp'] / times['gpytorch svgp']:.2f} |")
+    summary = []
+    for method in methods[1:]:
+        ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
+        summary.append(f"{method} {statistics.geometric_mean(ratios):.2f}")
+    rows += ["", f"Geometric mean of the ratio to GPyTorch's SVGP: {', '.join(summary)}."]
+    return "\n".join(rows)
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Step times over the grid, and scaling."""
+    points = [line for line in lines if line["experiment"] == "speed"]
+    with style():
+        figure = new_figure(11, 4.2)
+        left, right = figure.subplots(1, 2)
+        labels = [f"{line['num_inducing']}, {line['batch_size']}" for line in points]
+        methods = [m for m in points[0]["milliseconds"] if m != "svgp"]
+        width = 0.8 / len(methods)
+        for i, method in enumerate(methods):
+            ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
+            left.bar([j + i * width for j in range(len(points))], ratios, width=width, label=method)
+        left.set_xticks([j + 0.4 - width / 2 for j in range(len(points))], labels)
+        left.set(xlabel="M, B", ylabel="step time / GPyTorch SVGP", title="One training step")
+        left.legend(fontsize=9)
+        for line in lines:
+            if line["experiment"] == "speed scaling":
+                label = f"{line['axis'].replace('_', ' ')}: exponent {line['exponent']:.2f}"
+                right.loglog(line["sizes"], line["milliseconds"], marker="o", label=label)
+        right.set(xlabel="size", ylabel="ms a step", title="T-SVGP as one size grows")
+        right.legend(fontsize=9)
+        save(figure, path)

@@ -1,0 +1,179 @@
+"""The chunked collapsed bound equals the dense one, and its model predicts from sums."""
+
+from __future__ import annotations
+
+import copy
+
+import gpytorch
+import pytest
+import torch
+
+import tighter_gp
+from tests import dense
+from tests.factories import make_kernel, make_noise
+from tighter_gp import collapsed
+
+DENSE = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4}
+
+
+@pytest.mark.parametrize("bound", DENSE)
+@pytest.mark.parametrize("chunk_size", [1, 5, 17, 100])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_chunked_bound_is_the_dense_bound(bound, chunk_size, hetero):
+    p = dense.problem(3, hetero=hetero)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise, bound=bound, chunk_size=chunk_size)
+    torch.testing.assert_close(value, DENSE[bound](p), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("bound", DENSE)
+def test_chunked_gradient_is_that_of_the_unchunked_bound(bound):
+    p = dense.problem(4)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    z, y, noise = p.z.clone().requires_grad_(), p.y.clone().requires_grad_(), p.noise[:1].clone().requires_grad_()
+    tensors = [z, y, noise, *kernel.parameters()]
+
+    def gradients(value):
+        return torch.autograd.grad(value, tensors)
+
+    functions = {
+        "titsias": tighter_gp.bounds.titsias_bound,
+        "spherical": tighter_gp.bounds.spherical_bound,
+        "tighter": tighter_gp.bounds.tighter_bound,
+    }
+    projection = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(kernel(z).to_dense()), kernel(z, p.x).to_dense(), upper=False
+    )
+    residual = kernel(p.x, diag=True) - projection.square().sum(0)
+    expected = gradients(functions[bound](projection, y, noise, residual))
+    chunked = gradients(tighter_gp.collapsed_bound(kernel, z, p.x, y, noise, bound=bound, chunk_size=4))
+    for mine, theirs in zip(chunked, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
+
+
+def test_a_kernel_that_is_not_lowered_works_too():
+    p = dense.problem(5)
+
+    class Plain(gpytorch.kernels.RBFKernel):
+        pass
+
+    base = Plain(ard_num_dims=2)
+    kernel = gpytorch.kernels.ScaleKernel(base)
+    kernel.outputscale, base.lengthscale = p.variance, p.lengthscales
+    torch.testing.assert_close(
+        tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise), dense.f4(p), rtol=1e-10, atol=0
+    )
+
+
+def test_small_noise_keeps_the_quadratic_form_exact():
+    """y lies in the span of the projection, so that y'y/noise and its reduction agree to ten digits and cancel."""
+    p = dense.problem(6)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    L = torch.linalg.cholesky(p.Kuu)
+    A = torch.linalg.solve_triangular(L, p.Kuf, upper=False)
+    y, noise = A.T @ torch.randn(len(p.z)), torch.full((len(p.x),), 1e-11)
+    # yᵀ(AᵀA + s I)⁻¹y for y = Aᵀb is bᵀ(AAᵀ + sI)⁻¹AAᵀb, which no cancellation touches.
+    b = torch.linalg.lstsq(A.T, y).solution
+    G = A @ A.T
+    quadratic = b @ torch.linalg.inv(G + 1e-11 * torch.eye(len(b))) @ G @ b
+    log_det = torch.linalg.slogdet(G + 1e-11 * torch.eye(len(b))).logabsdet + (len(y) - len(b)) * torch.log(noise[0])
+    base = -0.5 * (len(y) * torch.log(torch.tensor(2 * torch.pi)) + quadratic + log_det)
+    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, y, noise, chunk_size=5)
+    penalty = 0.5 * torch.log1p(p.d.clamp_min(0) / noise).sum()
+    torch.testing.assert_close(value, base - penalty, rtol=1e-6, atol=0)
+
+
+def make_model(p, **kwargs):
+    kernel, likelihood = make_kernel(p.kernel, p.variance, p.lengthscales), make_noise(p.noise[0])
+    return tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, likelihood, chunk_size=5, **kwargs)
+
+
+def test_model_predicts_as_the_dense_posterior():
+    p = dense.problem(7)
+    mean, cov = dense.optimal_q(p)
+    x = 3 * torch.rand(6, 2)
+    k = dense.KERNELS[p.kernel]
+    a = torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ k(p.z, x, p.variance, p.lengthscales)
+    q = make_model(p).predict(x)
+    torch.testing.assert_close(q.mean, a.T @ mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        q.variance, p.variance - (a * a).sum(0) + (a.T @ cov @ a).diagonal(), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_the_second_prediction_makes_no_pass_over_the_data(monkeypatch):
+    p = dense.problem(8)
+    model = make_model(p)
+    passes = []
+    original = collapsed.data_sums
+    monkeypatch.setattr(collapsed, "data_sums", lambda *args: passes.append(1) or original(*args))
+    first = model.predict(p.x).mean
+    torch.testing.assert_close(model.predict(p.x).mean, first, rtol=0, atol=0)
+    assert len(passes) == 1
+    model.covar_module.outputscale = 2.0  # written through .data, which no version counter sees
+    assert not torch.equal(model.predict(p.x).mean, first)
+    assert len(passes) == 2
+    copy.deepcopy(model).predict(p.x)
+
+
+def test_training_raises_the_bound():
+    p = dense.problem(9)
+    model = make_model(p)
+    before = model.bound().item()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = -model.bound()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model.bound().item() > before + 0.1
+
+
+def test_a_pass_keeps_no_array_of_n_times_m():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim():
+                Largest.numel = max(Largest.numel, result.numel())
+            return result
+
+    x, y = torch.rand(4000, 2), torch.randn(4000)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=2))
+    z = x[:40].clone().requires_grad_()
+    with Largest():
+        tighter_gp.collapsed_bound(kernel, z, x, y, torch.tensor(0.1), chunk_size=100).backward()
+    assert Largest.numel <= 2 * 4000  # the data; a chunk is 40 x 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.update(bound="exact"), "Unknown bound 'exact'; choose 'titsias', 'spherical', 'tighter'"),
+        (lambda a: a.update(y=torch.randn(17, 1)), r"y of shape N; got \(17, 2\) and \(17, 1\)"),
+        (lambda a: a.update(chunk_size=0), "at least one row; got 0"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    p = dense.problem(0)
+    arguments = {"x": p.x, "y": p.y, "noise": p.noise}
+    change(arguments)
+    with pytest.raises(ValueError, match=message):
+        tighter_gp.collapsed_bound(make_kernel("rbf", 1.0, torch.ones(2)), p.z, **arguments)
+
+
+def test_model_refuses_what_it_cannot_do():
+    p = dense.problem(0)
+    kernel = make_kernel("rbf", 1.0, torch.ones(2))
+    with pytest.raises(TypeError, match="Gaussian likelihood; got BernoulliLikelihood"):
+        tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, gpytorch.likelihoods.BernoulliLikelihood())
+    with pytest.raises(ValueError, match="Unknown bound"):
+        tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, make_noise(0.1), bound="best")
+    with pytest.raises(ValueError, match="y holds NaN"):
+        tighter_gp.CollapsedGP(p.x, p.y * torch.nan, p.z, kernel, make_noise(0.1))

@@ -1,0 +1,144 @@
+"""The compiled step: one graph, the numbers of the eager step, nothing read back, no update from a failed step."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import gpytorch
+import pytest
+import torch
+
+import tighter_gp
+from tests.test_device import CASES, HostReads, build
+
+# Captures the same graph as the default backend without compiling C++.
+EAGER = {"backend": "aot_eager"}
+
+
+def make(case="optimal", dtype=torch.float64, **options):
+    arguments, likelihood = CASES[case]
+    torch.manual_seed(0)
+    model, likelihood = build(**arguments).to(dtype), likelihood().to(dtype)
+    x, y = torch.randn(7, 3, dtype=dtype), torch.ones(*arguments.get("batch", ()), 7, dtype=dtype)
+    model.train()
+    mll = tighter_gp.TighterELBO(likelihood, model, num_data=100)
+    mll(model(x), y)  # initialises q(u)
+    return mll, x, y
+
+
+def parameters(mll):
+    return dict(mll.named_parameters())
+
+
+def gradients(mll):
+    return {name: parameter.grad.clone() for name, parameter in parameters(mll).items()}
+
+
+def check_against_eager(case, rtol, dtype=torch.float64, **options):
+    mll, x, y = make(case, dtype)
+    loss = -mll(mll.model(x), y)
+    loss.sum().backward()
+    expected = gradients(mll)
+    mll.zero_grad()
+    step = tighter_gp.CompiledStep(mll, **options)
+    torch.testing.assert_close(step(x, y), loss.detach(), rtol=rtol, atol=rtol)
+    for name, gradient in gradients(mll).items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=rtol * max(scale, 1e-3), msg=name)
+    return step
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "tril-natural"])
+def test_captured_step_has_the_numbers_of_the_eager_one(case):
+    check_against_eager(case, 1e-9, **EAGER)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="no C++ compiler for torch.compile")
+def test_compiled_step_has_the_numbers_of_the_eager_one_in_float32():
+    check_against_eager("optimal", 2e-5, torch.float32)
+
+
+def test_captured_step_reads_nothing_back_with_a_fused_optimizer():
+    mll, x, y = make()
+    optimizer = torch.optim.Adam(mll.parameters(), lr=0.01, fused=True)
+    step = tighter_gp.CompiledStep(mll, optimizer, **EAGER)
+    step(x, y)
+    with HostReads() as reads:
+        step(x, y)
+    assert reads.reads == []
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_are_those_of_the_eager_optimizer(fused):
+    mll, x, y = make()
+    eager, eager_x = copy.deepcopy(mll), x
+    optimizer = torch.optim.Adam(mll.parameters(), lr=0.01, fused=fused)
+    step = tighter_gp.CompiledStep(mll, optimizer, **EAGER)
+    reference = torch.optim.Adam(eager.parameters(), lr=0.01)
+    for _ in range(3):
+        step(x, y)
+        reference.zero_grad()
+        (-eager(eager.model(eager_x), y)).backward()
+        reference.step()
+    for name, parameter in parameters(mll).items():
+        torch.testing.assert_close(parameter, parameters(eager)[name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_failed_step_leaves_parameters_and_optimizer_alone(fused):
+    mll, x, y = make()
+    optimizer = torch.optim.Adam(mll.parameters(), lr=0.01, fused=fused)
+    step = tighter_gp.CompiledStep(mll, optimizer, **EAGER)
+    step(x, y)
+    before = {name: parameter.detach().clone() for name, parameter in parameters(mll).items()}
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    assert step.failed.item() == 0
+    step(x, torch.full_like(y, torch.nan))
+    assert step.failed.item() == 1
+    for name, parameter in parameters(mll).items():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+    for state, known in zip(optimizer.state.values(), moments, strict=True):
+        torch.testing.assert_close(state["exp_avg"], known, rtol=0, atol=0)
+    step(x, y)
+    assert step.failed.item() == 1
+
+
+def test_a_smaller_last_batch_is_captured_too():
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    step(x, y)
+    torch.testing.assert_close(step(x[:3], y[:3]), -mll(mll.model(x[:3]), y[:3]).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_changed_hyperparameters_are_seen():
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    step(x, y)
+    mll.model.covar_module.outputscale = 3.0
+    mll.likelihood.noise = 0.2
+    torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_priors_count():
+    mll, x, y = make()
+    mll.model.covar_module.register_prior(
+        "scale_prior", gpytorch.priors.GammaPrior(2.0, 3.0), lambda module: module.outputscale
+    )
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_what_cannot_be_captured_is_named():
+    mll, _, _ = make("bernoulli")
+    mll.model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PeriodicKernel())
+    with pytest.raises(tighter_gp.CannotCompile, match="ScaleKernel"):
+        tighter_gp.CompiledStep(mll)
+    mll, _, _ = make("bernoulli")
+    mll.likelihood = gpytorch.likelihoods.BernoulliLikelihood()
+    with pytest.raises(tighter_gp.CannotCompile, match="BernoulliLikelihood is not captured"):
+        tighter_gp.CompiledStep(mll)
+    mll, _, _ = make("optimal")
+    mll.model.variational_strategy.conditional = tighter_gp.PerPoint(7)
+    with pytest.raises(tighter_gp.CannotCompile, match="PerPoint is not captured"):
+        tighter_gp.CompiledStep(mll)

@@ -1,0 +1,277 @@
+"""Each number of a diagnosis against its dense definition, and what it tells the user."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gpytorch
+import pytest
+import torch
+
+import tighter_gp
+from tests import dense
+from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tighter_gp.blocks import Blocks, partition
+from tighter_gp.diagnostics import diagnose
+from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
+
+BOUNDS = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4, "full": dense.f8, "evidence": dense.evidence}
+KINDS = ["uncollapsed", "collapsed"]
+
+
+def kernel_of(p: dense.Problem) -> gpytorch.kernels.Kernel:
+    return make_kernel(p.kernel, p.variance, p.lengthscales)
+
+
+def likelihood_of(p: dense.Problem):
+    return make_noise(p.noise if (p.noise != p.noise[0]).any() else p.noise[0])
+
+
+def model_of(p: dense.Problem, likelihood, kind: str = "uncollapsed", mean: float = 0.0, **kwargs):
+    if kind == "collapsed":
+        return CollapsedGP(p.x, p.y + mean, p.z, kernel_of(p), likelihood, mean, **kwargs)
+    return make_gp(p.z, kernel_of(p), dense.random_q(len(p.z)), mean=mean, **kwargs)
+
+
+def diagnosis_of(p: dense.Problem, kind: str = "uncollapsed", mean: float = 0.0, **kwargs):
+    likelihood = likelihood_of(p)
+    return diagnose(model_of(p, likelihood, kind, mean), likelihood, p.x, p.y + mean, **kwargs)
+
+
+def block_bound(p: dense.Problem, labels: torch.Tensor) -> torch.Tensor:
+    same = (labels.unsqueeze(0) == labels.unsqueeze(1)).double()
+    return dense.f8(p._replace(D=p.D * same))
+
+
+# -- values -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hetero", [False, True])
+@pytest.mark.parametrize("mean", [0.0, 1.7])
+def test_the_bounds_are_the_dense_ones(kind, hetero, mean):
+    p = dense.problem(3, hetero=hetero)
+    diagnosis = diagnosis_of(p, kind, mean)
+    for name, reference in BOUNDS.items():
+        assert getattr(diagnosis, name) == pytest.approx(reference(p).item(), rel=1e-9), name
+    assert diagnosis.nystrom == pytest.approx(dense.base(p).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_statistics_of_residual_and_scale_are_those_of_the_points(kind):
+    p = dense.problem(5, n=41, hetero=True)
+    diagnosis = diagnosis_of(p, kind)
+    ratio = p.d / p.noise
+    scale = p.noise / (p.noise + p.d)
+    assert diagnosis.mean_ratio == pytest.approx(ratio.mean().item())
+    assert diagnosis.noise == pytest.approx(p.noise.mean().item())
+    places = [2, 10, 20, 30, 38]  # 5, 25, 50, 75 and 95% of 40
+    assert diagnosis.ratio_quantiles == pytest.approx(ratio.sort().values[places].tolist())
+    assert diagnosis.scale_quantiles == pytest.approx(scale.sort().values[places].tolist())
+    expected = [((scale >= i / 10) & (scale < (i + 1) / 10)).sum().item() for i in range(10)]
+    assert diagnosis.scale_histogram == expected
+    assert sum(expected) == diagnosis.num_data == 41
+    assert diagnosis.num_inducing == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_block_bound_is_the_dense_one(kind):
+    p, labels = dense.problem(2, hetero=True), torch.tensor([3, 0, 7] * 5 + [0, 1])
+    diagnosis = diagnosis_of(p, kind, blocks=labels)
+    assert diagnosis.block == pytest.approx(block_bound(p, labels).item(), rel=1e-9)
+
+
+def test_one_point_a_block_is_tighter_and_one_block_is_full():
+    p = dense.problem(4)
+    single, whole = (diagnosis_of(p, blocks=labels) for labels in (torch.arange(17), torch.zeros(17, dtype=torch.long)))
+    assert single.block == pytest.approx(single.tighter, rel=1e-12)
+    assert whole.block == pytest.approx(whole.full, rel=1e-12)
+
+
+def test_a_number_of_blocks_is_partitioned():
+    p = dense.problem(4)
+    assert diagnosis_of(p, blocks=3).block == pytest.approx(block_bound(p, partition(p.x, 3)).item(), rel=1e-9)
+
+
+def test_the_blocks_of_the_model_are_the_default():
+    p = dense.problem(4)
+    labels, likelihood = partition(p.x, 4), likelihood_of(p)
+    expected = pytest.approx(block_bound(p, labels).item(), rel=1e-9)
+    uncollapsed = model_of(p, likelihood, conditional=Blocks(labels))
+    collapsed = model_of(p, likelihood, "collapsed", bound="block", blocks=labels)
+    assert diagnose(uncollapsed, likelihood, p.x, p.y).block == expected
+    assert diagnose(collapsed, likelihood, p.x, p.y).block == expected
+    assert diagnosis_of(p).block is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_bounds_are_in_order_up_to_the_upper_one(seed):
+    p = dense.problem(seed, n=23, m=4 + seed % 5, kernel=("rbf", "matern32")[seed % 2], hetero=seed % 3 == 0)
+    d = diagnosis_of(p, blocks=5)
+    chain = [d.titsias, d.spherical, d.tighter, d.block, d.full, d.evidence, d.upper]
+    assert chain == sorted(chain)
+    assert d.current < d.tighter
+
+
+def test_the_upper_bound_is_the_dense_one_and_tight_where_all_is_explained():
+    p = dense.problem(6, hetero=True)
+    t = (p.d / p.noise).sum()
+    inverse = torch.linalg.inv(p.Q + (1 + t) * torch.diag(p.noise))
+    gap = p.y @ (torch.linalg.inv(p.Q + torch.diag(p.noise)) - inverse) @ p.y / 2
+    assert diagnosis_of(p).upper == pytest.approx((dense.base(p) + gap).item(), rel=1e-9)
+    explained = diagnosis_of(p._replace(z=p.x, Q=p.Kff, D=0 * p.D), "collapsed")
+    assert explained.upper == pytest.approx(explained.evidence, abs=1e-5)
+
+
+def test_current_is_the_objective_at_the_current_q_and_reaches_tighter_at_the_best():
+    p = dense.problem(3)
+    likelihood = likelihood_of(p)
+    model = model_of(p, likelihood)
+    mw, root = dense.random_q(5)
+    expected = dense.uncollapsed(p, mw, root @ root.T, p.noise / (p.noise + p.d))
+    assert diagnose(model, likelihood, p.x, p.y).current == pytest.approx(expected.item(), rel=1e-9)
+    tighter_gp.set_optimal_q(model, likelihood, p.x, p.y)
+    best = diagnose(model, likelihood, p.x, p.y)
+    assert best.current == pytest.approx(best.tighter, rel=1e-9)
+    assert diagnosis_of(p, "collapsed").current is None
+
+
+def test_a_large_problem_leaves_out_what_costs_the_cube_of_its_size():
+    p = dense.problem(3)
+    diagnosis = diagnosis_of(p, max_exact=16)
+    assert diagnosis.full is diagnosis.evidence is None
+    assert diagnosis.upper > dense.evidence(p)
+    assert diagnosis_of(p, max_exact=17).full is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_do_not_change_the_result(kind):
+    p = dense.problem(1, n=31)
+    whole, parts = (dataclasses.astuple(diagnosis_of(p, kind, batch_size=size)) for size in (100, 7))
+    for one, other in zip(whole, parts, strict=True):
+        assert one == pytest.approx(other, rel=1e-12) if one is not None else other is None
+
+
+def test_float32_agrees_with_float64():
+    p = dense.problem(1)
+    likelihood = likelihood_of(p)
+    model = model_of(p, likelihood, jitter_val=1e-5)
+    double = diagnose(model, likelihood, p.x, p.y)
+    single = diagnose(model.float(), likelihood.float(), p.x.float(), p.y.float())
+    for name in ("nystrom", *BOUNDS):
+        assert getattr(single, name) == pytest.approx(getattr(double, name), rel=1e-4), name
+
+
+def test_noise_of_each_point_can_be_passed():
+    p = dense.problem(1, hetero=True)
+    likelihood = make_noise(torch.ones(3))
+    model = model_of(p, likelihood)
+    diagnosis = diagnose(model, likelihood, p.x, p.y, noise=p.noise)
+    assert diagnosis.tighter == pytest.approx(dense.f4(p).item(), rel=1e-9)
+
+
+def test_solve_gp_has_the_bounds_of_both_sets_together():
+    p = dense.problem(2, m=7)
+    likelihood = likelihood_of(p)
+    q_u, q_v = (gpytorch.variational.CholeskyVariationalDistribution(m) for m in (4, 3))
+
+    class SolveGP(gpytorch.models.ApproximateGP):
+        def __init__(self):
+            super().__init__(SolveGPVariationalStrategy(self, p.z[:4], p.z[4:], q_u, q_v, jitter_val=0.0))
+            self.covar_module = kernel_of(p)
+
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(torch.zeros_like(x[..., 0]), self.covar_module(x))
+
+    diagnosis = diagnose(SolveGP(), likelihood, p.x, p.y)
+    for name, reference in BOUNDS.items():
+        assert getattr(diagnosis, name) == pytest.approx(reference(p).item(), rel=1e-8), name
+    assert diagnosis.current < diagnosis.tighter
+
+
+# -- what it says -------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_in_its_mode_and_without_gradients():
+    p = dense.problem()
+    likelihood = likelihood_of(p)
+    for kind in KINDS:
+        model = model_of(p, likelihood, kind).train()
+        diagnose(model, likelihood, p.x, p.y)
+        assert model.training
+        assert all(parameter.grad is None for parameter in model.parameters())
+        diagnose(model.eval(), likelihood, p.x, p.y)
+        assert not model.training
+
+
+def test_the_table_shows_every_bound_that_there_is():
+    p = dense.problem()
+    diagnosis = diagnosis_of(p, blocks=3)
+    text = str(diagnosis)
+    for name in ("current", "titsias", "spherical", "tighter", "block", "full", "evidence", "upper"):
+        assert f"{getattr(diagnosis, name):.3f} " in text, name
+    assert text.count("#") > 10
+    assert "17 points, 5 inducing points" in text
+    short = str(diagnosis_of(p, "collapsed", max_exact=3))
+    assert not any(name in short for name in ("current", "blocks, FB", "full, F8", "log evidence  "))
+
+
+def test_the_shares_of_the_gap_are_those_of_the_bounds():
+    d = diagnosis_of(dense.problem(0))
+    gap = d.evidence - d.titsias
+    shares = [f"{step / gap:.0%}" for step in (d.tighter - d.titsias, d.full - d.tighter, d.evidence - d.full)]
+    assert f"Of the {gap / 17:.2f} nats a point" in d.advice
+    assert f"closes {shares[0]}, blocks can close at most {shares[1]} more, and the other {shares[2]}" in d.advice
+
+
+def test_the_next_step_is_the_larger_of_what_is_left():
+    d = dataclasses.replace(diagnosis_of(dense.problem(0)), current=None, tighter=-60.0, full=-50.0)
+    assert dataclasses.replace(d, evidence=-45.0).advice.endswith("Next: blocks.")
+    assert dataclasses.replace(d, evidence=-30.0).advice.endswith("Next: more inducing points.")
+    assert "Next" not in dataclasses.replace(d, full=-60.0, evidence=-60.0).advice
+
+
+def test_where_all_is_explained_it_says_that_nothing_is_to_gain():
+    p = dense.problem()
+    p = p._replace(z=p.x)
+    assert diagnosis_of(p, "collapsed").advice.startswith("The inducing points explain nearly all")
+    assert "blocks gain" not in diagnosis_of(p, "collapsed", blocks=3).advice
+
+
+def test_without_the_evidence_it_says_what_is_gained_and_still_paid():
+    p = dense.problem()
+    d = diagnosis_of(p, max_exact=0, blocks=3)
+    gain, paid = (dense.f4(p) - dense.f1(p)) / 17, (dense.base(p) - dense.f4(p)) / 17
+    assert f"gains {gain:.2f} nats a point over the standard one and still pays {paid:.2f}" in d.advice
+    assert f"These blocks gain {(d.block - d.tighter) / 17:.2f} nats a point" in d.advice
+
+
+def test_a_poor_q_is_pointed_out_and_a_good_one_is_not():
+    p = dense.problem()
+    likelihood = likelihood_of(p)
+    model = model_of(p, likelihood)
+    lost = diagnose(model, likelihood, p.x, p.y)
+    assert f"gives away {(lost.tighter - lost.current) / 17:.2f} nats a point" in lost.advice
+    tighter_gp.set_optimal_q(model, likelihood, p.x, p.y)
+    for blocks in (None, 2):
+        assert "gives away" not in diagnose(model, likelihood, p.x, p.y, blocks=blocks).advice
+
+
+def test_errors_say_what_came():
+    p = dense.problem()
+    likelihood = likelihood_of(p)
+    model = model_of(p, likelihood)
+    with pytest.raises(TypeError, match="diagnose needs a Gaussian likelihood; got BernoulliLikelihood"):
+        diagnose(model, gpytorch.likelihoods.BernoulliLikelihood(), p.x, p.y)
+    with pytest.raises(ValueError, match=r"one single-output model: .* got \(17, 2\) and \(17, 3\)"):
+        diagnose(model, likelihood, p.x, p.y.unsqueeze(-1).expand(17, 3))
+    with pytest.raises(ValueError, match="1 of 17 targets are NaN"):
+        diagnose(model, likelihood, p.x, p.y.index_fill(0, torch.tensor([2]), torch.nan))
+    with pytest.raises(ValueError, match=r"one integer label a point, shape \(17,\); got int64 of shape \(16,\)"):
+        diagnose(model, likelihood, p.x, p.y, blocks=torch.zeros(16, dtype=torch.long))
+    batch = make_gp(p.z, kernel_of(p), batch_shape=torch.Size([2]))
+    with pytest.raises(ValueError, match=r"one model at a time; this is a batch of \(2,\)"):
+        diagnose(batch, likelihood, p.x, p.y)
+    batch = make_gp(p.z, gpytorch.kernels.RBFKernel(batch_shape=torch.Size([3])), batch_shape=torch.Size([3]))
+    with pytest.raises(ValueError, match=r"one model at a time; this is a batch of \(3,\)"):
+        diagnose(batch, likelihood, p.x, p.y)

@@ -1,0 +1,234 @@
+"""Two processes on gloo against one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_operator.utils.errors import NotPSDError
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import tighter_gp
+from tests.factories import make_gp, make_kernel, make_noise
+from tighter_gp.training import distributed, fit
+from tighter_gp.training.batches import ArrayBatches
+
+ROOT = Path(__file__).resolve().parents[1]
+N, M, D = 23, 5, 2
+OPTIONS = {"steps": 12, "batch_size": 7, "lr": 0.05, "seed": 2}
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.rand(N, D, generator=generator)
+    return x, torch.sin(2 * x[:, 0]) + 0.1 * torch.randn(N, generator=generator)
+
+
+def problem(initialised: bool = True, **kwargs):
+    x, _ = data()
+    q = (torch.linspace(-1, 1, M), 0.5 * torch.eye(M)) if initialised else None
+    return make_gp(x[:M].clone(), make_kernel("rbf", 1.0, torch.ones(D)), q, **kwargs), make_noise(0.2)
+
+
+def named_parameters(model, likelihood):
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, module in {"model": model, "likelihood": likelihood}.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def values(model, likelihood):
+    return {name: parameter.detach().clone() for name, parameter in named_parameters(model, likelihood).items()}
+
+
+def gradients(batch_size: int) -> dict[str, torch.Tensor]:
+    """Of the first batch, summed over the processes."""
+    x, y = data()
+    model, likelihood = problem(conditional=tighter_gp.PerPoint(N))
+    mll = tighter_gp.TighterELBO(likelihood, model, N)
+    batch = next(ArrayBatches(x, y, {}, batch_size, 0, x).iterate(0))
+    loss = -mll(model(batch.x, index=batch.rows), batch.y) * batch.weight
+    loss.backward()
+    parameters = named_parameters(model, likelihood)
+    total, failed = distributed.sum_gradients(list(parameters.values()), loss.detach())
+    assert failed == 0
+    assert parameters["model.variational_strategy.conditional.raw_m"].grad.is_sparse
+    found = {name: p.grad.to_dense() if p.grad.is_sparse else p.grad for name, p in parameters.items()}
+    return {"loss": total, **found}
+
+
+class Failing(tighter_gp.TighterELBO):
+    """Fails in the second process at step 2."""
+
+    calls = 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 4 and distributed.rank() == 1:
+            raise NotPSDError("K_ZZ")
+        return super().forward(*args, **kwargs)
+
+
+class Loss(torch.nn.Module):
+    """What a user hands to DistributedDataParallel: the objective with the call of the model inside."""
+
+    def __init__(self, mll):
+        super().__init__()
+        self.mll = mll
+
+    def forward(self, x, y):
+        return -self.mll(self.mll.model(x), y)
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/sync", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    x, y = data()
+    results = {f"gradients {size}": gradients(size) for size in (7, 1)}
+
+    # Other random numbers and another noise in the second process: the first one's count.
+    model, likelihood = problem(initialised=False, conditional=tighter_gp.PerPoint(N))
+    likelihood.noise = 0.2 + 0.3 * rank
+    history = fit(model, likelihood, x, y, **OPTIONS)
+    results["fit"] = {"loss": torch.tensor(history.loss), **values(model, likelihood)}
+
+    model, likelihood = problem()
+    stop = lambda state: state.step == 6
+    fit(model, likelihood, x, y, checkpoint=f"{folder}/run.pt", callbacks=[stop], **OPTIONS)
+
+    model, likelihood = problem()
+    history = fit(model, likelihood, x, y, objective=Failing, **OPTIONS)
+    assert [step for step, _ in history.skipped] == [2], history.skipped
+    results["failing"] = {"loss": torch.tensor(history.loss), **values(model, likelihood)}
+
+    dataset = TensorDataset(x, y)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=False)
+    model, likelihood = problem()
+    history = fit(model, likelihood, DataLoader(dataset, batch_size=5, sampler=sampler), steps=6, lr=0.05)
+    results["loader"] = {"loss": torch.tensor(history.loss)}
+
+    model, likelihood = problem()
+    loss = Loss(tighter_gp.TighterELBO(likelihood, model, N))
+    wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
+    wrapped(x[rank:8:2], y[rank:8:2]).backward()
+    results["wrapper"] = {name: p.grad for name, p in named_parameters(model, likelihood).items()}
+    torch.save(results, f"{folder}/results{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes got, and the folder they worked in."""
+    folder = tmp_path_factory.mktemp("gloo")
+    code = "import sys; from tests.test_distributed import worker; worker(int(sys.argv[1]), sys.argv[2])"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    processes = [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"results{rank}.pt", weights_only=True) for rank in range(2)], folder
+
+
+def assert_same(found, expected, tolerance=1e-10):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("batch_size", [7, 1])
+def test_summed_gradients_are_those_of_the_joined_batch_with_the_kl_divergence_counted_once(two, batch_size):
+    (first, second), _ = two
+    assert_same(first[f"gradients {batch_size}"], gradients(batch_size))
+    assert_same(first[f"gradients {batch_size}"], second[f"gradients {batch_size}"], 0)
+
+
+def test_two_processes_train_as_one_does(two):
+    (first, second), _ = two
+    x, y = data()
+    model, likelihood = problem(initialised=False, conditional=tighter_gp.PerPoint(N))
+    history = fit(model, likelihood, x, y, **OPTIONS)
+    assert_same(first["fit"], {"loss": torch.tensor(history.loss), **values(model, likelihood)}, 1e-8)
+    assert_same(first["fit"], second["fit"], 0)
+
+
+def test_a_checkpoint_of_two_processes_is_resumed_by_one(two):
+    _, folder = two
+    x, y = data()
+    model, likelihood = problem()
+    whole = fit(model, likelihood, x, y, **OPTIONS)
+    model, likelihood = problem()
+    # The two were asked to stop after 6 steps; ask for the rest.
+    state = torch.load(folder / "run.pt", weights_only=True)
+    state["history"]["stopped"], state["finished"] = "", False
+    torch.save(state, folder / "run.pt")
+    history = fit(model, likelihood, x, y, checkpoint=folder / "run.pt", resume=True, **OPTIONS)
+    torch.testing.assert_close(torch.tensor(history.loss), torch.tensor(whole.loss), rtol=1e-9, atol=1e-9)
+
+
+def test_a_failure_in_one_process_skips_the_step_in_all(two):
+    (first, second), _ = two
+    loss = first["failing"].pop("loss")
+    assert bool(loss[2].isnan())
+    assert bool(loss[3:].isfinite().all())
+    second["failing"].pop("loss")
+    assert_same(first["failing"], second["failing"], 0)
+
+
+def test_a_distributed_sampler_with_uneven_batches_weights_them(two):
+    (first, _), _ = two
+    x, y = data()
+    # Each process has every other row; of its 12 the last batch has 2. The sampler repeats row 0 to make them equal.
+    order = torch.cat([torch.arange(N), torch.zeros(1, dtype=torch.int64)])
+    joined = [torch.cat([order[0::2][i : i + 5], order[1::2][i : i + 5]]) for i in (0, 5, 10)]
+    batches = [(x[rows], y[rows]) for rows in joined]
+
+    class Loader:
+        dataset = TensorDataset(x, y)
+
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(batches)
+
+    model, likelihood = problem()
+    history = fit(model, likelihood, Loader(), steps=6, lr=0.05)
+    torch.testing.assert_close(first["loader"]["loss"], torch.tensor(history.loss), rtol=1e-10, atol=1e-10)
+
+
+def test_pytorchs_own_wrapper_averages_to_the_joined_gradient(two):
+    (first, _), _ = two
+    x, y = data()
+    model, likelihood = problem()
+    Loss(tighter_gp.TighterELBO(likelihood, model, N))(x[:8], y[:8]).backward()
+    assert_same(first["wrapper"], {name: p.grad for name, p in named_parameters(model, likelihood).items()})
+
+
+def test_torchrun_runs_a_benchmark_in_two_processes_and_writes_each_run_once(tmp_path):
+    arguments = ["-m", "benchmarks", "uci", "--smoke", "--methods", "t-svgp", "--dtype", "float64", "--out"]
+    single = [sys.executable, "-W", "ignore", *arguments, str(tmp_path / "one")]
+    double = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    results = []
+    for name, command in {"one": single, "two": [*double, *arguments, str(tmp_path / "two")]}.items():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "smoke" / "uci.jsonl").read_text().splitlines()
+        assert len(lines) == 1
+        results.append(json.loads(lines[0]))
+    assert [result["processes"] for result in results] == [1, 2]
+    for name in ("bound", "rmse", "nlpd", "noise"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-8)

@@ -1,0 +1,121 @@
+"""The view on a trained model: prior blocks and q, the same for an uncollapsed and a collapsed model."""
+
+from __future__ import annotations
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.likelihoods import BernoulliLikelihood
+from gpytorch.variational import IndependentMultitaskVariationalStrategy, VariationalStrategy
+
+import tighter_gp
+from tests import dense
+from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
+from tests.support import Q_FORMS, double_problem, randomize_q
+from tighter_gp.latent import CollapsedLatentGP, UncollapsedLatentGP, latent_gp, require_gaussian, tighter_strategy
+
+P = double_problem()
+N, M = len(P.x), len(P.z)
+X = P.x[:7] + 0.13
+JITTER = 1e-3
+
+
+def k(a, b):
+    return dense.rbf(a, b, P.variance, P.lengthscales)
+
+
+def sparse(form="cholesky"):
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    model = make_gp(P.z, kernel, distribution=Q_FORMS[form], mean=0.3, jitter_val=JITTER)
+    return randomize_q(model).eval()
+
+
+def collapsed(noise=P.noise[0], **kwargs):
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    return CollapsedGP(P.x, P.y, P.z, kernel, make_noise(noise), 0.3, jitter_val=JITTER, **kwargs).eval()
+
+
+MODELS = pytest.mark.parametrize("make", [sparse, collapsed])
+
+
+def test_the_view_fits_the_model():
+    assert isinstance(latent_gp(sparse()), UncollapsedLatentGP)
+    assert isinstance(latent_gp(collapsed()), CollapsedLatentGP)
+
+
+@MODELS
+def test_the_projection_and_residual_are_the_dense_ones(make):
+    points = latent_gp(make()).projected(X)
+    covariance = P.Kuu + JITTER * torch.eye(M)
+    projection = torch.linalg.inv(torch.linalg.cholesky(covariance)) @ k(P.z, X)
+    torch.testing.assert_close(points.mean, torch.full((7,), 0.3))
+    torch.testing.assert_close(points.projection, projection, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(points.residual, P.variance - (projection**2).sum(0), rtol=1e-9, atol=1e-10)
+
+
+@MODELS
+def test_covariances_between_two_sets_of_points(make):
+    view = latent_gp(make())
+    one, other = view.projected(X), view.projected(P.x)
+    torch.testing.assert_close(view.covariance(X, P.x), k(X, P.x))
+    explained = k(X, P.z) @ torch.linalg.inv(P.Kuu + JITTER * torch.eye(M)) @ P.Kuf
+    residual = view.residual_covariance(X, P.x, one.projection, other.projection)
+    torch.testing.assert_close(residual, k(X, P.x) - explained, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", Q_FORMS)
+def test_the_moments_of_an_uncollapsed_model_are_its_prediction(form):
+    model = sparse(form)
+    view = latent_gp(model)
+    mean, variance = view.moments(view.projected(X))
+    expected = model(X)
+    torch.testing.assert_close(mean, expected.mean)
+    torch.testing.assert_close(variance, expected.variance)
+
+
+@pytest.mark.parametrize("noise", [P.noise[0], torch.linspace(0.02, 0.5, N, dtype=torch.float64)], ids=["one", "fixed"])
+def test_the_q_of_a_collapsed_model_is_the_optimal_one(noise):
+    view = latent_gp(collapsed(noise))
+    sparse_model = sparse()
+    tighter_gp.set_optimal_q(sparse_model, make_noise(noise), P.x, P.y)
+    q = sparse_model.variational_strategy.variational_distribution
+    torch.testing.assert_close(view.q.mean, q.mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(view.q.root @ view.q.root.mT, q.covariance_matrix, rtol=1e-9, atol=1e-9)
+
+
+def test_active_dims_of_a_collapsed_kernel_are_selected():
+    wide = torch.cat([torch.randn(N, 1), P.x], dim=-1)
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    model = CollapsedGP(wide, P.y, P.z, kernel, make_noise(0.1), 0.3, jitter_val=JITTER, active_dims=(1, 2)).eval()
+    x = torch.cat([torch.randn(7, 1), X], dim=-1)
+    view, narrow = latent_gp(model), latent_gp(collapsed(0.1))
+    for actual, expected in zip(view.projected(x), narrow.projected(X), strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(view.covariance(x, wide), k(X, P.x))
+    torch.testing.assert_close(view.q.mean, narrow.q.mean)
+
+
+@pytest.mark.parametrize("strategy", [VariationalStrategy, IndependentMultitaskVariationalStrategy])
+def test_a_strategy_that_is_not_ours_is_refused(strategy):
+    make = lambda model: VariationalStrategy(model, P.z, Q_FORMS["cholesky"](M, batch_shape=torch.Size([2])))
+    wrap = lambda model: make(model) if strategy is VariationalStrategy else strategy(make(model), num_tasks=2)
+    with pytest.raises(TypeError, match=f"not wrapped for several tasks; got GP with {strategy.__name__}"):
+        tighter_strategy(GP(wrap))
+
+
+def test_a_model_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="got Linear with NoneType"):
+        latent_gp(torch.nn.Linear(1, 1))
+
+
+def test_a_collapsed_model_needs_our_kernel():
+    model = collapsed()
+    model.covar_module = gpytorch.kernels.RBFKernel()
+    with pytest.raises(TypeError, match="needs a TighterInducingPointKernel as its covar_module; got RBFKernel"):
+        latent_gp(model)
+
+
+def test_a_gaussian_likelihood_is_required_by_name():
+    require_gaussian(make_noise(0.1), "this")
+    with pytest.raises(TypeError, match="this needs a Gaussian likelihood; got BernoulliLikelihood"):
+        require_gaussian(BernoulliLikelihood(), "this")
