@@ -1,10 +1,12 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
-from . import bounds, conditionals, likelihoods, linalg, moments
+from . import blocks, bounds, conditionals, diagnostics, inducing, jaakkola, likelihoods, linalg, moments
 from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CannotCompile, CompiledStep
 from .conditionals import PerPoint
+from .diagnostics import Diagnosis, diagnose
 from .full_data import evaluate_bound, set_optimal_q
+from .jaakkola import JaakkolaGPClassifier
 from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
 from .predictive import predict
@@ -16,15 +18,22 @@ __all__ = [
     "CannotCompile",
     "CollapsedGP",
     "CompiledStep",
+    "Diagnosis",
+    "JaakkolaGPClassifier",
     "PerPoint",
     "SolveGPVariationalStrategy",
     "TighterELBO",
     "TighterInducingPointKernel",
     "TighterVariationalStrategy",
+    "blocks",
     "bounds",
     "collapsed_bound",
     "conditionals",
+    "diagnose",
+    "diagnostics",
     "evaluate_bound",
+    "inducing",
+    "jaakkola",
     "likelihoods",
     "linalg",
     "moments",

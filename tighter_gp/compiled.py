@@ -8,7 +8,9 @@ value read back to the host.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,17 @@ class _Plan(NamedTuple):
     precision: torch.dtype
     num_data: int
     beta: float
+    is_scalar: tuple[bool, ...]
+    is_scalar_choice: tuple[bool, ...]
+
+
+def _pack(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors without a dimension get one: torch would read their values for its guards."""
+    return tuple(tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors)
+
+
+def _unpack(tensors: Sequence[Tensor], is_scalar: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(tensor.reshape(()) if scalar else tensor for tensor, scalar in zip(tensors, is_scalar, strict=True))
 
 
 def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
@@ -78,6 +91,10 @@ def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
 
     def loss(inputs: _Inputs) -> tuple[Tensor, Tensor]:
         z, data = inputs.features[..., : plan.num_points, :], inputs.features[..., plan.num_points :, :]
+        inputs = inputs._replace(
+            values=_unpack(inputs.values, plan.is_scalar),
+            conditional=_unpack(inputs.conditional, plan.is_scalar_choice),
+        )
         parts = [Whitened(*part) for part in inputs.parts]  # type: ignore[arg-type]
         inducing_covar = plan.covariance(inputs.values, z, z)
         matrix = inducing_covar.detach().to(plan.precision)
@@ -104,7 +121,8 @@ def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
         value = plan.beta * kl_divergence / plan.num_data - (log_prob - plan.beta * penalty).mean(-1)
         return value, torch.stack([*failures, ~torch.isfinite(value).all()]).any()
 
-    return loss
+    # torch counts compilations for each code object and stops at a few: give every step its own.
+    return FunctionType(loss.__code__.replace(), loss.__globals__, loss.__name__, loss.__defaults__, loss.__closure__)
 
 
 class CompiledStep:
@@ -153,6 +171,8 @@ class CompiledStep:
             _linalg_dtype_cholesky.value(),
             mll.num_data,
             mll.beta,
+            tuple(value.dim() == 0 for value in lowered.values),
+            tuple(value.dim() == 0 for value in self._choice()),
         )
         self.failed = torch.zeros((), dtype=torch.int64, device=points.device)
         self._graph = torch.compile(_make_loss(plan), **{"fullgraph": True, "dynamic": False, **options})
@@ -174,24 +194,26 @@ class CompiledStep:
             with torch.no_grad():
                 self.mll(self.mll.model.train()(x), target, **kwargs)
         inputs = self._inputs(x, target, **kwargs)
-        if x.shape in self._seen:
-            loss, failed = self._graph(inputs)
-        else:
-            with warnings.catch_warnings():
-                # Tracing looks at .grad of tensors that have none.
-                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-                loss, failed = self._graph(inputs)
-            self._seen.add(x.shape)
-        for _, module, prior, closure, _ in self.mll.named_priors():
-            loss = loss - prior.log_prob(closure(module)).sum() / self.mll.num_data
-        if self.optimizer is None:
-            loss.sum().backward()
-        else:
+        if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        with nullcontext() if x.shape in self._seen else warnings.catch_warnings():
+            if x.shape not in self._seen:
+                warnings.simplefilter("ignore")  # what torch says to itself while it traces
+                self._seen.add(x.shape)
+            loss, failed = self._graph(inputs)
+            for _, module, prior, closure, _ in self.mll.named_priors():
+                loss = loss - prior.log_prob(closure(module)).sum() / self.mll.num_data
             loss.sum().backward()
+        if self.optimizer is not None:
             self._update(failed)
         self.failed += failed
         return loss.detach()
+
+    def _choice(self) -> tuple[Tensor, ...]:
+        """The parameter of the conditional, if it has one."""
+        conditional = self.strategy.conditional
+        names = {BetaConditional: ("beta",), ScalarConditional: ("m",)}.get(type(conditional), ())
+        return tuple(getattr(conditional, name) for name in names)
 
     def _update(self, failed: Tensor) -> None:
         assert self.optimizer is not None
@@ -210,15 +232,13 @@ class CompiledStep:
         points = strategy._all_points(inducing_points)
         prior = strategy.model.forward(torch.cat([points, x], dim=-2))
         covar, prior_mean = prior.lazy_covariance_matrix, prior.mean[..., points.size(-2) :]
-        conditional = strategy.conditional
-        names = {BetaConditional: ("beta",), ScalarConditional: ("m",)}.get(type(conditional), ())
         return _Inputs(
             covar.x1,
             prior_mean,
             target,
             _likelihood_tensors(self.mll.likelihood, prior_mean, **kwargs),
-            tuple(getattr(conditional, name) for name in names),
-            tuple(self._kernel(covar).values),
+            _pack(self._choice()),
+            _pack(self._kernel(covar).values),
             tuple(tuple(part) for part in strategy._whitened_parts()),
         )
 

@@ -12,6 +12,7 @@ import torch
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from .collapsed import CollapsedGP
 from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .linalg import cholesky, project, residual_variance
@@ -106,6 +107,23 @@ class CollapsedLatentGP(LatentGP):
         return self.kernel.base_kernel(self._active(x1), self._active(x2)).to_dense()
 
 
+class ChunkedLatentGP(LatentGP):
+    """View on a :class:`~tighter_gp.CollapsedGP`."""
+
+    def __init__(self, model: CollapsedGP) -> None:
+        self.model, self.data_jitter = model, 0.0
+        self._chol, self.q = model._posterior()
+        self.train_x, self.noise = model.train_x, model._noise
+
+    def projected(self, x: Tensor) -> Projected:
+        kernel = self.model.covar_module
+        projection = project(self._chol, kernel(self.model.inducing_points, x).to_dense())
+        return Projected(self.model.mean_module(x), projection, residual_variance(kernel(x, diag=True), projection))
+
+    def covariance(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return self.model.covar_module(x1, x2).to_dense()
+
+
 def tighter_strategy(model: Any) -> _TighterStrategy:
     """The strategy of a single-output model of this package, or a clear error."""
     strategy = getattr(model, "variational_strategy", None)
@@ -119,6 +137,8 @@ def tighter_strategy(model: Any) -> _TighterStrategy:
 
 def latent_gp(model: Any) -> LatentGP:
     """The view that fits the model; call it in eval mode."""
+    if isinstance(model, CollapsedGP):
+        return ChunkedLatentGP(model)
     return CollapsedLatentGP(model) if isinstance(model, ExactGP) else UncollapsedLatentGP(model)
 
 

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from ._modes import chunks, temporary_mode
 from .bounds import optimal_scale
-from .latent import CollapsedLatentGP, LatentGP, Projected, UncollapsedLatentGP, latent_gp, require_gaussian
+from .latent import (
+    ChunkedLatentGP,
+    CollapsedLatentGP,
+    LatentGP,
+    Projected,
+    UncollapsedLatentGP,
+    latent_gp,
+    require_gaussian,
+)
 from .likelihoods.properties import gaussian_noise
 from .linalg import cholesky
 
@@ -122,7 +130,7 @@ def predict(
 def _training_points(
     latent: LatentGP, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
 ) -> _Training:
-    if isinstance(latent, CollapsedLatentGP):
+    if isinstance(latent, (CollapsedLatentGP, ChunkedLatentGP)):
         train_x = latent.train_x
         points = latent.projected(train_x)
         variances: Tensor | None = latent.noise
