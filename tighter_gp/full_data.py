@@ -13,7 +13,7 @@ from torch import Tensor
 from ._modes import chunks, temporary_mode
 from .conditionals import PerPoint
 from .latent import require_gaussian, tighter_strategy
-from .likelihoods.properties import gaussian_noise
+from .likelihoods.properties import gaussian_noise, observed
 from .mlls import TighterELBO
 from .strategies._tighter_strategy import _TighterStrategy
 
@@ -56,6 +56,8 @@ def evaluate_bound(
             return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
 
     num_data = x.size(-2)
+    if num_data not in y.shape[-2:]:
+        raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
         kwargs["noise"] = likelihood.noise_covar.noise
     mll = objective(likelihood, model, num_data, combine_terms=False)
@@ -101,15 +103,22 @@ def set_optimal_q(
     """
     require_gaussian(likelihood, "set_optimal_q")
     strategy = tighter_strategy(model)
+    if y.shape[-1:] != x.shape[-2:-1]:
+        raise ValueError(f"Targets must have shape ... x {x.size(-2)}, one for each row of x; got {tuple(y.shape)}.")
+    mask = observed(likelihood, y, y.shape[-1:])
+    if mask is None and not bool(torch.isfinite(y).all()):
+        count = int((~torch.isfinite(y)).sum())
+        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    precision = noise.double().reciprocal()
+    if mask is not None:
+        precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
     gram: Tensor | float = 0.0
     linear: Tensor | float = 0.0
     with temporary_mode(model, False):
         for rows in chunks(x.size(-2), batch_size):
             mean, projection, _ = strategy.projected(x[..., rows, :])
-            projection, weights = projection.double(), noise[..., rows].double().reciprocal()
-            weighted = projection * weights.unsqueeze(-2)
-            misfit = (y[..., rows] - mean).double()
-            gram = gram + weighted @ projection.mT
-            linear = linear + (weighted @ misfit.unsqueeze(-1)).squeeze(-1)
+            weighted = projection.double() * precision[..., rows].unsqueeze(-2)
+            gram = gram + weighted @ projection.double().mT
+            linear = linear + (weighted @ (y[..., rows] - mean).double().unsqueeze(-1)).squeeze(-1)
     strategy.set_optimal(gram, linear)

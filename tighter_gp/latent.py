@@ -17,7 +17,7 @@ from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .linalg import cholesky, project, residual_variance
 from .moments import Whitened, explained_variance, optimal_whitened, projected_mean
-from .strategies._tighter_strategy import _TighterStrategy
+from .strategies._tighter_strategy import _TighterStrategy, check_inputs, raise_if_not_finite
 
 
 class Projected(NamedTuple):
@@ -88,10 +88,11 @@ class CollapsedLatentGP(LatentGP):
                 f"got {type(kernel).__name__}."
             )
         self.model, self.kernel, self.data_jitter = model, kernel, 0.0
-        matrix = kernel._inducing_mat
+        # Not the kernel's own, which eval mode caches with the graph, or lack of one, of its first caller.
+        matrix = kernel.base_kernel(kernel.inducing_points).add_jitter(kernel.jitter_val).to_dense()
         self._chol = cholesky(matrix, name="K_ZZ")
-        (x,), y = model.train_inputs, model.train_targets
-        self.train_x, train = x, self.projected(x)
+        (self.train_x,), y = model.train_inputs, model.train_targets
+        train = self.projected(self.train_x)
         self.noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:])
         self.q = optimal_whitened(train.projection, y - train.mean, self.noise.expand_as(y))
 
@@ -99,6 +100,8 @@ class CollapsedLatentGP(LatentGP):
         return x if self.kernel.active_dims is None else x.index_select(-1, self.kernel.active_dims)
 
     def projected(self, x: Tensor) -> Projected:
+        check_inputs(x, self.train_x.size(-1))
+        raise_if_not_finite(x)
         base, active = self.kernel.base_kernel, self._active(x)
         projection = project(self._chol, base(self.kernel.inducing_points, active).to_dense())
         return Projected(self.model.forward(x).mean, projection, residual_variance(base(active, diag=True), projection))
@@ -116,6 +119,8 @@ class ChunkedLatentGP(LatentGP):
         self.train_x, self.noise = model.train_x, model._noise
 
     def projected(self, x: Tensor) -> Projected:
+        check_inputs(x, self.train_x.size(-1))
+        raise_if_not_finite(x)
         kernel = self.model.covar_module
         projection = project(self._chol, kernel(self.model.inducing_points, x).to_dense())
         return Projected(self.model.mean_module(x), projection, residual_variance(kernel(x, diag=True), projection))

@@ -118,8 +118,9 @@ def predict(
             means.append(mean)
             variances.append(variance)
     if clamped:
+        total = sum(variance.numel() for variance in variances)
         warnings.warn(
-            f"last_term='diagonal' made the residual variance negative at {clamped} of {x.size(-2)} test points; it was "
+            f"last_term='diagonal' made the residual variance negative at {clamped} of {total} test points; it was "
             "clamped to zero there. Use last_term='subset'.",
             UserWarning,
             stacklevel=2,

@@ -238,6 +238,7 @@ class _TighterStrategy(VariationalStrategy):
         else:
             key = parameters
             same = lambda known: all(map(_same, known, parameters))
+        name = f"{name} in {'training' if self.training else 'eval'}"  # the two modes have keys of their own
         known, q = self._q_cache.get(name, (None, None))
         if known is None or q is None or not same(known):
             q = distribution()
@@ -311,11 +312,13 @@ class _TighterStrategy(VariationalStrategy):
         if matrix.is_meta or bool(torch.stack(succeeded).all()):
             return factor
         if x is not None:
-            _raise_if_not_finite(x)
+            raise_if_not_finite(x)
         return self._checked_cholesky(matrix, "K_ZZ")
 
     def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
+        self._check_shapes(x)
+        raise_if_not_finite(x)
         x, inducing_points = self._expand_inputs(x, self.inducing_points)
         prior = self._prior_blocks(x, self._all_points(inducing_points), **kwargs)
         return prior.mean, project(self._jittered_factor(prior.inducing_covar), prior.cross_covar), prior.data_variance
@@ -400,12 +403,12 @@ class _TighterStrategy(VariationalStrategy):
             return super().__call__(x, prior=True, diag=diag, **kwargs)
         self._check_shapes(x)
         if not self.training:
-            _raise_if_not_finite(x)
+            raise_if_not_finite(x)
             self._initialize()
             return super().__call__(x, diag=diag, **kwargs)
         with full_precision(x.device.type):
             if not self._is_initialized():
-                _raise_if_not_finite(x)
+                raise_if_not_finite(x)
                 self._initialize()
                 q = super().__call__(x, diag=diag, **kwargs)
                 self._is_initialized()
@@ -431,13 +434,8 @@ class _TighterStrategy(VariationalStrategy):
         return True
 
     def _check_shapes(self, x: Tensor) -> None:
-        if not torch.is_tensor(x) or not x.is_floating_point():
-            raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
         inducing, q_shape = self.inducing_points, self._variational_distribution.batch_shape
-        if x.dim() < 2 or x.size(-1) != inducing.size(-1):
-            raise ValueError(
-                f"Inputs must have shape ... x N x {inducing.size(-1)} like the inducing points; got {tuple(x.shape)}."
-            )
+        check_inputs(x, inducing.size(-1))
         if x.dim() == inducing.dim() == 2:
             return
         try:
@@ -449,12 +447,20 @@ class _TighterStrategy(VariationalStrategy):
             ) from None
 
 
+def check_inputs(x: Tensor, num_dims: int) -> None:
+    """Raise unless ``x`` can be inputs of a model on ``num_dims`` dimensions."""
+    if not torch.is_tensor(x) or not x.is_floating_point():
+        raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
+    if x.dim() < 2 or x.size(-1) != num_dims:
+        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
+
+
 def _negative_log_density(mean: Tensor) -> Tensor:
     """Minus the log density of the whitened prior."""
     return 0.5 * (mean.square() + math.log(2 * math.pi)).sum(-1)
 
 
-def _raise_if_not_finite(x: Tensor) -> None:
+def raise_if_not_finite(x: Tensor) -> None:
     if x.is_meta or bool(torch.isfinite(x).all()):
         return
     rows = int((~torch.isfinite(x)).any(-1).sum())
