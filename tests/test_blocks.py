@@ -427,6 +427,12 @@ def test_batch_that_cuts_a_block_raises():
         model(p.x[rows], index=rows)
 
 
+def test_batch_that_repeats_a_point_raises():
+    p, rows = dense.problem(), torch.tensor([6, 7, 7])  # as many points as block 3 has
+    with pytest.raises(ValueError, match="index has 1 repeats"):
+        uncollapsed_model(p)(p.x[rows], index=rows)
+
+
 def test_batch_without_an_index_raises():
     p = dense.problem()
     with pytest.raises(ValueError, match="Blocks knows 17 training points, the batch has 8"):

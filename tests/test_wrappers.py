@@ -348,6 +348,13 @@ def test_bernoulli_tasks_are_the_sum_of_their_bounds(name, batch):
     assert_same_value_and_gradients(model, likelihood, actual, torch.stack(values).view(batch[:-1]))
 
 
+def test_one_label_for_several_bernoulli_tasks_raises_though_it_would_broadcast():
+    model, x = make_model(independent(), (P,), conditional="beta"), torch.rand(P, D)
+    mll = tighter_gp.TighterELBO(BernoulliLikelihood(), model, NUM_DATA)
+    with pytest.raises(ValueError, match=r"Targets must have shape \(3, 3\)"):
+        mll(model(x), torch.ones(P))
+
+
 def test_missing_labels_of_a_task_do_not_count():
     model, (x, y) = make_model(independent(), (P,), conditional="scalar"), inputs()
     conditional, y, likelihood = set_learned(model, "scalar", (P,)), (y > 0).double(), BernoulliLikelihood()

@@ -213,14 +213,17 @@ class Blocks(OptimalConditional):
                 )
             return self.labels
         labels = self.labels[checked_index(index, residual.size(-1), self.num_data, "Blocks")]
+        if len(index.unique()) < len(index):
+            raise ValueError(
+                f"A batch must hold each point once; index has {len(index) - len(index.unique())} repeats."
+            )
         counts = torch.bincount(labels, minlength=self.num_blocks)
         wrong = ((counts > 0) & (counts != self.sizes)).nonzero().flatten()
         if len(wrong):
             block = int(wrong[0])
             raise ValueError(
-                f"A batch must hold whole blocks, each point once: this one has {int(counts[block])} of the "
-                f"{int(self.sizes[block])} points of block {block}, and {len(wrong)} such blocks. Draw batches with "
-                "tighter_gp.blocks.BlockBatchSampler."
+                f"A batch must hold whole blocks: this one has {int(counts[block])} of the {int(self.sizes[block])} points "
+                f"of block {block}, and cuts {len(wrong)} blocks. Draw batches with tighter_gp.blocks.BlockBatchSampler."
             )
         return labels
 
@@ -239,16 +242,15 @@ class Blocks(OptimalConditional):
             )
         precision = precision.expand_as(residual)
         is_seen = precision > 0
-        root = torch.where(is_seen, precision, torch.ones_like(precision)).sqrt() * is_seen
-        root = root[..., blocks.rows.clamp_min(0)]
+        precision = torch.where(is_seen, precision, torch.ones_like(precision))
+        root = (precision.sqrt() * is_seen)[..., blocks.rows.clamp_min(0)]
         factor = add_identity_cholesky(root.unsqueeze(-1) * blocks.covariance * root.unsqueeze(-2))
         identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
         block_scale = inverse.square().sum(-2)  # the diagonal of M_b, ... x K x S
         penalty = 0.5 * (block_scale - 1) + factor.diagonal(dim1=-1, dim2=-2).log()
         explained_away, penalty = (_ungroup(values, blocks.rows) for values in (1 - block_scale, penalty))
-        safe = torch.where(is_seen, precision, torch.ones_like(precision))
-        return torch.where(is_seen, explained_away / safe, residual), penalty
+        return torch.where(is_seen, explained_away / precision, residual), penalty
 
 
 def _ungroup(values: Tensor, rows: Tensor) -> Tensor:

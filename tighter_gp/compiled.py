@@ -31,7 +31,7 @@ from .likelihoods.bernoulli_logit_likelihood import logit_expected_log_prob
 from .likelihoods.poisson_likelihood import poisson_expected_log_prob
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .mlls import TighterELBO
-from .moments import Whitened, fused_moments, orthogonal_cholesky
+from .moments import Moments, Whitened, fused_moments, orthogonal_cholesky
 from .strategies._tighter_strategy import _TighterStrategy, lower_lazy
 
 
@@ -71,6 +71,7 @@ class _Plan(NamedTuple):
     num_points: int
     jitter: float
     precision: torch.dtype
+    wide: torch.dtype
     num_data: int
     beta: float
     is_scalar: tuple[bool, ...]
@@ -90,9 +91,11 @@ def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
     """The graph: from kernel inputs to the loss, and whether it is unusable."""
 
     def loss(inputs: _Inputs) -> tuple[Tensor, Tensor]:
-        z, data = inputs.features[..., : plan.num_points, :], inputs.features[..., plan.num_points :, :]
+        # As in the eager step: the precision of the factor where the jitter is small.
+        features = inputs.features.to(plan.wide)
+        z, data = features[..., : plan.num_points, :], features[..., plan.num_points :, :]
         inputs = inputs._replace(
-            values=_unpack(inputs.values, plan.is_scalar),
+            values=tuple(value.to(plan.wide) for value in _unpack(inputs.values, plan.is_scalar)),
             conditional=_unpack(inputs.conditional, plan.is_scalar_choice),
         )
         parts = [Whitened(*part) for part in inputs.parts]  # type: ignore[arg-type]
@@ -111,7 +114,9 @@ def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
         else:
             chol = orthogonal_cholesky(matrix, plan.num_inducing, factorize)
         cross, prior_variance = plan.covariance(inputs.values, z, data), plan.variance(inputs.values, data)
-        moments = fused_moments(inducing_covar, chol, cross, prior_variance, *parts)
+        wide = [part.to(plan.wide) for part in parts]
+        moments = fused_moments(inducing_covar, chol, cross, prior_variance, *wide)
+        moments = Moments(*(moment.to(inputs.prior_mean.dtype) for moment in moments))
         scale, penalty = plan.scale_and_penalty(moments.residual, inputs, plan.beta)
         variance = moments.explained + plan.jitter + scale * moments.residual
         log_prob = plan.expected_log_prob(inputs.target, inputs.prior_mean + moments.mean, variance, *inputs.likelihood)
@@ -169,6 +174,7 @@ class CompiledStep:
             points.size(-2),
             strategy.jitter_val,
             _linalg_dtype_cholesky.value(),
+            strategy._precision(points.dtype),
             mll.num_data,
             mll.beta,
             tuple(value.dim() == 0 for value in lowered.values),

@@ -54,6 +54,10 @@ class Conditional(Module, ABC):
     needs_index: bool = False
     batch_shape: torch.Size = torch.Size()
 
+    def check_index(self, index: Tensor | None, num_points: int) -> Tensor | None:
+        """The index, or an error before anything is computed if this conditional cannot use it."""
+        return index
+
     @abstractmethod
     def scale(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
         r""":math:`m_n`, broadcastable to ``residual``."""
@@ -227,13 +231,16 @@ class PerPoint(Conditional):
     def _shaped(self, rows: Tensor) -> Tensor:
         return rows.mT.reshape(*self.batch_shape, rows.size(-2))
 
-    def _rows(self, residual: Tensor, index: Tensor | None) -> Tensor:
+    def check_index(self, index: Tensor | None, num_points: int) -> Tensor:
         if index is None:
             raise ValueError(
                 "PerPoint needs to know which training points these are: call model(x, index=rows) in training, with "
                 "rows the positions of x in the training set."
             )
-        index = checked_index(index, residual.size(-1), self.num_data, "PerPoint")
+        return checked_index(index, num_points, self.num_data, "PerPoint")
+
+    def _rows(self, residual: Tensor, index: Tensor | None) -> Tensor:
+        index = self.check_index(index, residual.size(-1))
         rows = torch.nn.functional.embedding(index, self.raw_m, sparse=True)
         return self._shaped(self.raw_m_constraint.transform(rows))
 
@@ -261,7 +268,8 @@ class CurvatureConditional(Conditional):
     :class:`~gpytorch.settings.num_likelihood_samples` makes it. Where :math:`\lambda_n < 0` at :math:`m_n = 1`, the
     likelihood asks for more variance, not less, and :math:`m_n` stays 1 as in SVGP.
 
-    As with ``"beta"``, the objective is a strict bound for log-concave likelihoods and an approximation for others.
+    As with ``"beta"``, the objective is a strict bound for log-concave likelihoods, where all :math:`m_n \le 1` are, and
+    an approximation for others. In a hidden layer of a deep GP :math:`m = 1`.
 
     :param num_steps: Number of evaluations of :math:`\lambda_n` after the first.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def evaluate_bound(
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
         kwargs["noise"] = likelihood.noise_covar.noise
-    mll = objective(likelihood, model, num_data, combine_terms=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
+        mll = objective(likelihood, model, num_data, combine_terms=False)
     strategies = [module for module in model.modules() if isinstance(module, _TighterStrategy)]
     needs_index = any(isinstance(strategy.conditional, PerPoint) for strategy in strategies)
     data_terms: Tensor | float = 0.0

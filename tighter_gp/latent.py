@@ -52,8 +52,9 @@ class LatentGP:
 
     def moments(self, points: Projected) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
-        mean = points.mean + projected_mean(points.projection, self.q)
-        return mean, explained_variance(points.projection, self.q) + points.residual + self.data_jitter
+        q = self.q.to(points.projection.dtype)
+        mean = points.mean + projected_mean(points.projection, q)
+        return mean, explained_variance(points.projection, q) + points.residual + self.data_jitter
 
     def residual_covariance(self, x1: Tensor, x2: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """:math:`D` between two sets of points, given their projections."""

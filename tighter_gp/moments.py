@@ -30,6 +30,10 @@ class Whitened(NamedTuple):
     root: Tensor | None = None
     stddev: Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> Whitened:
+        """The same in another precision."""
+        return Whitened(*(None if tensor is None else tensor.to(dtype) for tensor in self))  # type: ignore[arg-type]
+
 
 class Moments(NamedTuple):
     r"""What a sparse approximation says of each point; all of shape ``... x B``.

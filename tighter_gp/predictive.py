@@ -115,8 +115,8 @@ def predict(
                 residual = points.residual.double() - reduction
                 clamped += int((residual < 0).sum()) if last_term == "diagonal" else 0
                 variance = variance - (points.residual.double() - residual.clamp_min(0.0)).to(variance.dtype)
-            means.append(mean)
-            variances.append(variance)
+            means.append(mean.to(x.dtype))
+            variances.append(variance.to(x.dtype))
     if clamped:
         total = sum(variance.numel() for variance in variances)
         warnings.warn(

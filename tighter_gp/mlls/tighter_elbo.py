@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
-from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
+from gpytorch.variational import (
+    IndependentMultitaskVariationalStrategy,
+    LMCVariationalStrategy,
+    OrthogonallyDecoupledVariationalStrategy,
+)
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
@@ -74,9 +79,13 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
     The value is a lower bound on the log evidence (in expectation over batches) for Gaussian noise with every
     conditional, for log-concave likelihoods with every conditional, and for any likelihood with ``"scalar"``.
 
+    In a deep GP (inside :class:`~gpytorch.mlls.DeepApproximateMLL`) the scales of the hidden layers must be
+    ``"scalar"``, each paid once a function and datum; the conditionals without parameters leave a hidden layer as in
+    SVGP, with :math:`m = 1`.
+
     :param likelihood: The likelihood.
     :param model: An :class:`~gpytorch.models.ApproximateGP` built on a strategy of this package, perhaps inside one of
-        GPyTorch's multitask strategies.
+        GPyTorch's multitask strategies, or a :class:`~gpytorch.models.deep_gps.DeepGP` of such layers.
     :param num_data: The total number of training points :math:`N`.
     :param beta: Factor on both KL divergences, that of q(u) and that of the conditional; below 1 the value is no bound.
     :param combine_terms: Whether to return the sum (default) or :class:`ELBOTerms`.
@@ -169,11 +178,13 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         else:
             raise _no_closed_form(conditional, self.likelihood, "the last layer's strategy")
 
-        narrowed = _with_variance(q, carrier.explained + kept)
+        variance = carrier.explained + kept
         if gaussian:
-            log_prob = gaussian_expected_log_prob(target, q.mean, _event_variance(narrowed), noise)
+            if q.lazy_covariance_matrix is not carrier:
+                variance = _event_variance(_with_variance(q, variance))
+            log_prob = gaussian_expected_log_prob(target, q.mean, variance, noise)
         else:
-            log_prob = expected_log_prob(self.likelihood, target, narrowed, **kwargs)
+            log_prob = expected_log_prob(self.likelihood, target, _with_variance(q, variance), **kwargs)
         log_prob = _masked(log_prob, mask)
         # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
         log_likelihood = _sum_from(log_prob, len(q.batch_shape))
@@ -267,8 +278,9 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 f"The batch has {q.event_shape[0]} points but num_data={self.num_data}; num_data is the size of the whole "
                 "training set."
             )
-        multitask_labels = len(q.event_shape) > 1 and not is_gaussian(self.likelihood)
-        allowed = {q.event_shape, q.event_shape[:1]} if multitask_labels else {q.event_shape}
+        # A likelihood of several functions may have one label a point.
+        is_one_dimensional = isinstance(self.likelihood, _OneDimensionalLikelihood) or is_gaussian(self.likelihood)
+        allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
         for event_shape in allowed:
             batch_shape = target.shape[: target.dim() - len(event_shape)]
             if target.shape[len(batch_shape) :] == event_shape and _fits(batch_shape, q.batch_shape):
@@ -296,7 +308,10 @@ def _tighter_strategies(model: Any) -> list[_TighterStrategy]:
         hint = " Pass its .model instead." if hasattr(inner, "variational_strategy") else ""
         raise TypeError(f"TighterELBO needs a model with a variational_strategy; got {type(model).__name__}.{hint}")
     strategy = model.variational_strategy
-    while hasattr(strategy, "base_variational_strategy"):
+    # The decoupled strategy has a base too, but adds a term of its own to q(f).
+    while hasattr(strategy, "base_variational_strategy") and not isinstance(
+        strategy, OrthogonallyDecoupledVariationalStrategy
+    ):
         strategy = strategy.base_variational_strategy
     candidates = model.modules() if not isinstance(strategy, _VariationalStrategy) else [strategy]  # a deep GP
     found = [module for module in candidates if isinstance(module, _TighterStrategy)]

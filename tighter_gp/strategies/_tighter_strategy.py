@@ -222,9 +222,12 @@ class _TighterStrategy(VariationalStrategy):
 
     def kl_divergence(self) -> Tensor:
         r"""KL divergence of q(u) from the prior; for a point mass GPyTorch's convention, minus the prior's log density."""
+        parts = self._whitened_parts()
+        if self.training:
+            self._q_cache.clear()  # handed over once: a second backward pass gets a graph of its own
         first, *others = (
             whitened_kl(q) if q.root is not None or q.stddev is not None else _negative_log_density(q.mean)
-            for q in self._whitened_parts()
+            for q in parts
         )
         return sum(others, start=first)
 
@@ -238,7 +241,8 @@ class _TighterStrategy(VariationalStrategy):
         else:
             key = parameters
             same = lambda known: all(map(_same, known, parameters))
-        name = f"{name} in {'training' if self.training else 'eval'}"  # the two modes have keys of their own
+        # The two modes have keys of their own, and tensors made in inference mode are of no use outside it.
+        name = f"{name}, training={self.training}, inference={torch.is_inference_mode_enabled()}"
         known, q = self._q_cache.get(name, (None, None))
         if known is None or q is None or not same(known):
             q = distribution()
@@ -271,10 +275,17 @@ class _TighterStrategy(VariationalStrategy):
 
     # -- the prior, and q(f) from the moments ---------------------------------------------------------------------------
 
+    def _precision(self, dtype: torch.dtype) -> torch.dtype:
+        """Precision of kernel, projection and moments: that of the factor where the jitter does not cover rounding.
+
+        GPyTorch's default jitter for float32 does. A smaller one keeps directions in which float32 is all error.
+        """
+        return _linalg_dtype_cholesky.value() if self.jitter_val < 256 * torch.finfo(dtype).eps else dtype
+
     def _prior_blocks(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> PriorBlocks:
         prior = self.model.forward(torch.cat([inducing_points, x], dim=-2), **kwargs)
         covar, num_inducing = prior.lazy_covariance_matrix, inducing_points.size(-2)
-        lowered = lower_lazy(covar)
+        lowered, wide = lower_lazy(covar), self._precision(prior.mean.dtype)
         if lowered is None:
             blocks = (
                 covar[..., :num_inducing, :num_inducing].to_dense(),
@@ -283,14 +294,15 @@ class _TighterStrategy(VariationalStrategy):
             )
         else:
             # What the kernel sees: the inputs after any feature extractor and selection of dimensions.
-            features, values = covar.x1, lowered.values
+            features, values = covar.x1.to(wide), [value.to(wide) for value in lowered.values]
             z, data = features[..., :num_inducing, :], features[..., num_inducing:, :]
             blocks = (
                 lowered.covariance(values, z, z),
                 lowered.covariance(values, z, data),
                 lowered.variance(values, data),
             )
-        return PriorBlocks(prior.mean[..., num_inducing:], *blocks, covar)
+        inducing_covar, cross_covar, data_variance = (block.to(wide) for block in blocks)
+        return PriorBlocks(prior.mean[..., num_inducing:], inducing_covar, cross_covar, data_variance, covar)
 
     def _jittered_factor(self, inducing_covar: Tensor, x: Tensor | None = None) -> Tensor:
         r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)` without a graph, in GPyTorch's precision for it.
@@ -339,12 +351,15 @@ class _TighterStrategy(VariationalStrategy):
             return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
         prior = self._prior_blocks(x, points, **kwargs)
         chol, parts = self._jittered_factor(prior.inducing_covar, x), self._whitened_parts()
-        moments = fused_moments(prior.inducing_covar, chol, prior.cross_covar, prior.data_variance, *parts)
+        wide = (q.to(prior.cross_covar.dtype) for q in parts)
+        moments = fused_moments(prior.inducing_covar, chol, prior.cross_covar, prior.data_variance, *wide)
+        moments = Moments(*(moment.to(prior.mean.dtype) for moment in moments))
 
         @functools.lru_cache(maxsize=1)
         def projection() -> Tensor:
             """A with a graph of its own, for what the moments do not say."""
-            return project(reuse_cholesky(prior.inducing_covar.to(chol.dtype), chol), prior.cross_covar)
+            chol_with_graph = reuse_cholesky(prior.inducing_covar.to(chol.dtype), chol)
+            return project(chol_with_graph, prior.cross_covar).to(prior.mean.dtype)
 
         def full_covar(scale: Tensor) -> LinearOperator:
             root = explained_root(projection(), self.whitened())
@@ -402,6 +417,8 @@ class _TighterStrategy(VariationalStrategy):
             kwargs.pop("index", None)
             return super().__call__(x, prior=True, diag=diag, **kwargs)
         self._check_shapes(x)
+        if self.training:
+            self.conditional.check_index(kwargs.get("index"), x.size(-2))
         if not self.training:
             raise_if_not_finite(x)
             self._initialize()
