@@ -1,6 +1,7 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
 from . import blocks, bounds, conditionals, diagnostics, inducing, jaakkola, likelihoods, linalg, moments
+from .blocks import Blocks
 from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CannotCompile, CompiledStep
 from .conditionals import PerPoint
@@ -15,6 +16,7 @@ from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blocks",
     "CannotCompile",
     "CollapsedGP",
     "CompiledStep",

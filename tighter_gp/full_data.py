@@ -12,7 +12,7 @@ from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
 from ._modes import chunks, temporary_mode
-from .conditionals import PerPoint
+from .blocks import Blocks, block_chunks
 from .latent import require_gaussian, tighter_strategy
 from .likelihoods.properties import gaussian_noise, observed
 from .mlls import TighterELBO
@@ -65,22 +65,25 @@ def evaluate_bound(
         warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
         mll = objective(likelihood, model, num_data, combine_terms=False)
     strategies = [module for module in model.modules() if isinstance(module, _TighterStrategy)]
-    needs_index = any(isinstance(strategy.conditional, PerPoint) for strategy in strategies)
+    conditionals = [strategy.conditional for strategy in strategies]
+    needs_index = any(conditional.needs_index for conditional in conditionals)
+    labels = next((conditional.labels for conditional in conditionals if isinstance(conditional, Blocks)), None)
     data_terms: Tensor | float = 0.0
     with temporary_mode(model, False), temporary_mode(likelihood, False):
         for strategy in strategies:
             strategy.training = True
-        for rows in chunks(num_data, batch_size):
-            call = {"index": torch.arange(rows.start, rows.stop, device=x.device)} if needs_index else {}
+        for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):
+            batch = x[..., rows, :]
+            call = {"index": torch.arange(num_data, device=x.device)[rows]} if needs_index else {}
             sliced = {name: value[..., rows] for name, value in kwargs.items()}
-            terms = mll(model(x[..., rows, :], **call), _slice_targets(y, rows, num_data, model), **sliced)
+            terms = mll(model(batch, **call), _slice_targets(y, rows, num_data, model), **sliced)
             log_likelihood, kl_divergence, _, *rest = terms
             added_loss, conditional = (*rest, 0.0, 0.0)[:2]
-            data_terms = data_terms + (rows.stop - rows.start) * (log_likelihood - conditional - added_loss)
+            data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
     return data_terms - num_data * kl_divergence
 
 
-def _slice_targets(y: Tensor, rows: slice, num_data: int, model: Any) -> Tensor:
+def _slice_targets(y: Tensor, rows: slice | Tensor, num_data: int, model: Any) -> Tensor:
     several_tasks = hasattr(model.variational_strategy, "num_tasks") or y.size(-1) != num_data
     return y[..., rows, :] if several_tasks and y.dim() > 1 and y.size(-2) == num_data else y[..., rows]
 

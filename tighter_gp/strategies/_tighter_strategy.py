@@ -374,7 +374,8 @@ class _TighterStrategy(VariationalStrategy):
         def residual_within(rows: Tensor) -> Tensor:
             """D within sets of points: from their positions, K x S, to ... x K x S x S."""
             # The sets come first, so that batches of the kernel still broadcast.
-            sets = x[..., rows, :].movedim(-3, 0)
+            batch = projection().shape[:-2]
+            sets = x.expand(*batch, *x.shape[-2:])[..., rows, :].movedim(-3, 0)
             covariance = self.model.forward(sets, **kwargs).lazy_covariance_matrix.to_dense().movedim(0, -3)
             columns = projection()[..., rows].movedim(-2, -3)
             return covariance - columns.mT @ columns
