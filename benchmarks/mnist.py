@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "num_inducing": [256],
     "epochs": 20,
     "batch_size": 1024,
-    "lr": 0.02,
+    "lr": 0.05,
     "dtype": "float32",
     "seed": [0],
 }

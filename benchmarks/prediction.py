@@ -149,7 +149,7 @@ def evaluate(
     seconds = time.perf_counter() - started
     density = torch.distributions.Normal(q.mean, variance.sqrt()).log_prob(data.test_y)
     rmse = float((q.mean - data.test_y).square().mean().sqrt())
-    test_std = float(data.test_y.std())
+    test_std = float(data.test_y.std(correction=0))
     return {
         **{name: value for name, value in trained.items() if name != "mean"},
         "rmse": rmse,

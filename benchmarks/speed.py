@@ -122,7 +122,19 @@ def interleave(steps: dict[str, Step], repeats: int, device: str) -> dict[str, l
 class _Operations(TorchDispatchMode):
     """Counts operations that compute, and those that read a value back to the host."""
 
-    VIEWS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "t.default", "slice", "select", "detach", "permute", "alias")
+    VIEWS = (
+        "view",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "t.default",
+        "slice",
+        "select",
+        "detach",
+        "permute",
+        "alias",
+    )
     READS = ("_local_scalar_dense", "equal.default", "is_nonzero")
 
     def __init__(self) -> None:
@@ -232,9 +244,7 @@ def peer_times(grid: tuple[tuple[int, int], ...], folder: Path) -> list[dict[str
         if not python.exists():
             raise UserError(f"{name} is not installed in {folder}: run `make peers`, or give --peers-dir.")
         script = Path(__file__).parent / "peers" / f"{name}_step.py"
-        run = subprocess.run(
-            [str(python), str(script), json.dumps(grid)], capture_output=True, text=True, check=False
-        )
+        run = subprocess.run([str(python), str(script), json.dumps(grid)], capture_output=True, text=True, check=False)
         if run.returncode:
             raise UserError(f"{name} failed: {run.stderr.strip().splitlines()[-1] if run.stderr else 'no message'}")
         for line in run.stdout.splitlines():

@@ -66,7 +66,7 @@ def test_a_kernel_that_is_not_lowered_works_too():
 
 
 def test_small_noise_keeps_the_quadratic_form_exact():
-    """y lies in the span of the projection, so that y'y/noise and its reduction agree to ten digits and cancel."""
+    """Targets in the span of the projection, so that y'y/noise and its reduction agree to ten digits and cancel."""
     p = dense.problem(6)
     kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
     L = torch.linalg.cholesky(p.Kuu)

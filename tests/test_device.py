@@ -59,7 +59,9 @@ def build(strategy="svgp", distribution=V.CholeskyVariationalDistribution, kerne
 
     def make(model):
         if strategy == "svgp":
-            return tighter_gp.TighterVariationalStrategy(model, torch.randn(5, 3), distribution(5, batch_shape=batch), **kwargs)
+            return tighter_gp.TighterVariationalStrategy(
+                model, torch.randn(5, 3), distribution(5, batch_shape=batch), **kwargs
+            )
         return tighter_gp.SolveGPVariationalStrategy(
             model,
             torch.randn(5, 3),

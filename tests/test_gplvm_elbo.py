@@ -269,7 +269,9 @@ def test_a_step_factorises_one_inducing_covariance_for_all_outputs_and_samples(m
     shapes = {"cholesky_ex": [], "solve_triangular": []}
     for name, seen in shapes.items():
         real = getattr(torch.linalg, name)
-        monkeypatch.setattr(torch.linalg, name, lambda a, *rest, f=real, s=seen, **kw: s.append(a.shape) or f(a, *rest, **kw))
+        monkeypatch.setattr(
+            torch.linalg, name, lambda a, *rest, f=real, s=seen, **kw: s.append(a.shape) or f(a, *rest, **kw)
+        )
     elbo(torch.arange(6), toy.y[:6], num_samples=3).backward()
     assert shapes["cholesky_ex"] == [(4, 4)]
     assert shapes["solve_triangular"]
@@ -290,7 +292,10 @@ def test_learned_conditionals_sum_their_price_over_outputs(conditional):
     for x in toy.x[:, index]:
         residual = 1.4 - (
             dense.rbf(toy.z, x, 1.4, toy.lengthscales)
-            * (torch.linalg.inv(dense.rbf(toy.z, toy.z, 1.4, toy.lengthscales)) @ dense.rbf(toy.z, x, 1.4, toy.lengthscales))
+            * (
+                torch.linalg.inv(dense.rbf(toy.z, toy.z, 1.4, toy.lengthscales))
+                @ dense.rbf(toy.z, x, 1.4, toy.lengthscales)
+            )
         ).sum(0)
         for p in range(3):
             if conditional == "beta":

@@ -1,6 +1,18 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
-from . import blocks, bounds, conditionals, diagnostics, inducing, jaakkola, likelihoods, linalg, moments
+from . import (
+    blocks,
+    bounds,
+    conditionals,
+    diagnostics,
+    gplvm,
+    inducing,
+    jaakkola,
+    likelihoods,
+    linalg,
+    moments,
+    training,
+)
 from .blocks import Blocks
 from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CannotCompile, CompiledStep
@@ -12,6 +24,7 @@ from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
 from .predictive import predict
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
+from .training import fit
 
 __version__ = "0.1.0"
 
@@ -34,6 +47,8 @@ __all__ = [
     "diagnose",
     "diagnostics",
     "evaluate_bound",
+    "fit",
+    "gplvm",
     "inducing",
     "jaakkola",
     "likelihoods",
@@ -41,4 +56,5 @@ __all__ = [
     "moments",
     "predict",
     "set_optimal_q",
+    "training",
 ]

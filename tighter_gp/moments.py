@@ -124,12 +124,13 @@ class _FusedMoments(torch.autograd.Function):
         for rows, q in _split(projection, tensors):
             mean = mean + (rows.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
             if q.root is not None and _prefers_covariance(rows):
-                keep = q.root @ q.root.mT @ rows  # S A
-                explained = explained + (rows * keep).sum(-2).clamp_min_(0.0)
+                smoothed = q.root @ q.root.mT @ rows  # S A
+                explained = explained + (rows * smoothed).sum(-2).clamp_min_(0.0)
+                kept.append(smoothed)
             else:
-                keep = explained_root(rows, q)  # R' A
-                explained = explained if keep is None else explained + keep.square().sum(-2)
-            kept.append(keep)
+                root = explained_root(rows, q)  # R' A
+                explained = explained if root is None else explained + root.square().sum(-2)
+                kept.append(root)
         ctx.save_for_backward(chol, projection, is_positive, *kept, *tensors)
         ctx.shapes = inducing_covar.shape, cross.shape, prior_variance.shape
         return mean, explained, residual.clamp_min_(0.0)

@@ -1,0 +1,467 @@
+"""Bayesian GPLVM on the oil flow: V-BGPLVM against TV-BGPLVM, with mini-batches and collapsed (the paper's Section 5.5).
+
+Ten latent dimensions with one lengthscale each, 25 and 50 inducing points. Methods that are compared share start (PCA),
+inducing points, seed, batches and budget; the collapsed pair is trained with L-BFGS on all rows. Both bounds are evaluated
+at each run's own parameters. A quarter of the entries of the test rows is hidden, the latents of these rows are inferred
+from the rest, and the hidden entries predicted. The data are scaled to unit variance, and so are bounds and errors:
+``bound_raw`` is the bound in the data's own units. Last, the time of a training step is compared for 1e3 and 1e6 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch.mlls import VariationalELBO
+from torch import Tensor
+
+import tighter_gp
+from tighter_gp import gplvm
+from tighter_gp.gplvm import collapsed
+from tighter_gp.training import Step, fit
+
+from .data import load_oil_flow
+from .errors import UserError
+from .options import add_arguments as add_common
+from .options import resolve, writable_folder
+from .report import Result, means_table, pairs_table, table
+from .runs import Session
+
+METHODS = ("v-bgplvm", "tv-bgplvm", "v-bgplvm-collapsed", "tv-bgplvm-collapsed")
+DEFAULTS: dict[str, Any] = {
+    "methods": list(METHODS),
+    "datasets": ["oil"],
+    "num_inducing": [25, 50],
+    "epochs": 500,
+    "batch_size": 500,
+    "lr": 0.1,
+    "dtype": "float64",
+    "seed": [0, 1, 2],
+}
+SMOKE = {"datasets": ["phases"], "num_inducing": [8], "epochs": 6, "batch_size": 40, "lr": 0.05, "seed": [0]}
+
+DATASETS = ("oil", "phases")
+LATENT_DIM, FIRST_NOISE, HIDDEN = 10, 0.05, 0.25
+
+# Draws of x: in training the collapsed bound has few Sobol points, in the evaluation many others.
+_TRAIN_NODES, _TEST_NODES, _TEST_SAMPLES = 8, 256, 64
+_TRACE_POINTS = 100
+
+
+class Data(NamedTuple):
+    """Rows of training and test data in units of the training rows' standard deviation, and labels of the former."""
+
+    train: Tensor
+    labels: Tensor
+    test: Tensor
+    stddev: Tensor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the experiment."""
+    add_common(parser, DEFAULTS)
+    parser.add_argument("--iterations", type=int, help="iterations of L-BFGS for the collapsed pair (default: 400)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, score and draw each method; print the tables."""
+    args = resolve(args, {**DEFAULTS, "iterations": 400}, {**SMOKE, "iterations": 15}, METHODS)
+    unknown = [name for name in args.datasets if name not in DATASETS]
+    if unknown:
+        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(DATASETS)}.")
+    if args.iterations < 1:
+        raise UserError(f"--iterations must be positive; got {args.iterations}.")
+    loaded = {name: load(name, args) for name in args.datasets}
+    for name, data in loaded.items():
+        if max(args.num_inducing) > len(data.train):
+            raise UserError(
+                f"{max(args.num_inducing)} inducing points are more than the {len(data.train)} rows of {name}."
+            )
+    session = Session("gplvm", args)
+    planned = [
+        describe(args, name, number, seed, method)
+        for name in args.datasets
+        for number in args.num_inducing
+        for seed in args.seed
+        for method in args.methods
+    ]
+    session.plan(planned)
+    figures = writable_folder(session.path.parent / "figures")
+    results = []
+    for one in planned:
+        drawn = (
+            figures / f"gplvm_latents_{one['method']}_M{one['num_inducing']}.png"
+            if one["seed"] == args.seed[0]
+            else None
+        )
+        results.append(session.run(one, partial(train, one, loaded[one["dataset"]], drawn)))
+    print(f"\n{means_table(results)}\n")
+    if paired := pairs_table(results):
+        print(f"{paired}\n")
+    print(f"{latents_table(results)}\n")
+    draw_traces(results, figures / "gplvm_traces.png")
+
+    costs = Session("gplvm_step", args)
+    step = describe_step(args)
+    print(step_line(costs.run(step, partial(step_cost, step, args))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load(name: str, args: argparse.Namespace) -> Data:
+    """Training rows and test rows, scaled with the former's mean and standard deviation."""
+    if name == "oil":
+        parts = load_oil_flow(args.data_dir)
+        (train, labels), (test, _) = parts["train"], parts["test"]
+    else:
+        train, labels = make_phases(150, seed=0)
+        test, _ = make_phases(60, seed=1)
+    mean, stddev = train.mean(0), train.std(0)
+    scaled = [((rows - mean) / stddev).to(device=args.device, dtype=args.dtype) for rows in (train, test)]
+    return Data(scaled[0], labels, scaled[1], stddev)
+
+
+def make_phases(num_rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """An embedded set like the oil flow: three noisy curves in twelve dimensions, and which curve a row is on."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(num_rows) % 3
+    position = 2 * torch.rand(num_rows, 1, generator=generator, dtype=torch.float64) - 1
+    column = torch.arange(12, dtype=torch.float64)
+    phase = labels.unsqueeze(-1)
+    rows = torch.sin(position * (1 + phase / 2) + column * (1 + phase)) + 0.7 * torch.cos(column * phase)
+    return rows + 0.05 * torch.randn(rows.shape, generator=generator, dtype=torch.float64), labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
+    """What tells a run from others."""
+    config = {
+        "latent_dim": LATENT_DIM,
+        "first_noise": FIRST_NOISE,
+        "hidden": HIDDEN,
+        "infer_steps": 30 if args.smoke else 100,
+        "dtype": str(args.dtype).removeprefix("torch."),
+    }
+    if method.endswith("collapsed"):
+        config |= {"iterations": args.iterations, "nodes": _TRAIN_NODES}
+    else:
+        config |= {"epochs": args.epochs, "batch_size": args.batch_size, "lr": args.lr}
+    return {
+        "dataset": dataset,
+        "split": 0,
+        "seed": seed,
+        "method": method,
+        "num_inducing": num_inducing,
+        "config": config,
+    }
+
+
+def train(run: dict[str, Any], data: Data, drawn: Path | None, checkpoint: Path, resume: bool) -> dict[str, Any]:
+    """Train one method and score it.
+
+    :param drawn: Where to draw the latent space, if anywhere.
+    """
+    tighter = run["method"].startswith("t")
+    prepare = train_collapsed if run["method"].endswith("collapsed") else train_batches
+    model, outcome = prepare(run, data, tighter, checkpoint, resume)
+    if drawn is not None:
+        draw_latents(model, data, drawn)
+    bound = outcome["bound_tighter" if tighter else "bound_base"]
+    return {
+        "bound": bound,
+        "bound_raw": bound - data.stddev.log().sum().item(),
+        **outcome,
+        **separation(model, data),
+        **hidden_entries(model, data, tighter, run["seed"], run["config"]["infer_steps"]),
+        "noise": model.likelihood.noise.item(),
+        "outputscale": model.covar_module.outputscale.item(),
+        "num_train": len(data.train),
+        "num_inputs": data.train.size(-1),
+    }
+
+
+def start(data: Data, num_inducing: int, seed: int) -> gplvm.BayesianGPLVM:
+    """The model that all methods start from."""
+    generator = torch.Generator().manual_seed(seed)
+    model = gplvm.BayesianGPLVM.from_data(data.train, LATENT_DIM, num_inducing, generator=generator)
+    model.likelihood.noise = FIRST_NOISE
+    tighter_gp.set_optimal_q(model, model.likelihood, model.latents.q().mean.detach(), data.train.mT)
+    return model
+
+
+def train_batches(
+    run: dict[str, Any], data: Data, tighter: bool, checkpoint: Path, resume: bool
+) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
+    """Mini-batches: Adam, and SparseAdam for the latents."""
+    config = run["config"]
+    model = start(data, run["num_inducing"], run["seed"])
+    kinds = {"bound_tighter": None, "bound_base": VariationalELBO}
+    elbos = {
+        name: gplvm.LatentVariableELBO(model.likelihood, model, len(data.train), objective=kind)
+        for name, kind in kinds.items()
+    }
+    elbo = elbos["bound_tighter" if tighter else "bound_base"]
+    steps = config["epochs"] * math.ceil(len(data.train) / config["batch_size"])
+    trace: list[dict[str, float]] = []
+
+    def note(state: Step) -> None:
+        if state.step % max(1, steps // 16) == 0:
+            torch.manual_seed(0)
+            trace.append({"step": state.step, "bound": elbo.evaluate(data.train, num_samples=4).item()})
+
+    history = fit(
+        model,
+        model.likelihood,
+        None,
+        data.train,
+        objective=lambda likelihood, model, num_data: elbo,
+        epochs=config["epochs"],
+        batch_size=config["batch_size"],
+        lr=config["lr"],
+        seed=run["seed"],
+        checkpoint=checkpoint,
+        resume=resume,
+        callbacks=[note],
+        progress=False,
+    )
+    outcome: dict[str, Any] = {}
+    for name, kind in elbos.items():
+        torch.manual_seed(run["seed"])  # the same draws for both
+        outcome[name] = kind.evaluate(data.train, num_samples=_TEST_SAMPLES).item()
+    outcome |= {"seconds": round(history.seconds, 3), "steps": history.steps, "trace": trace}
+    return model, outcome
+
+
+def train_collapsed(
+    run: dict[str, Any], data: Data, tighter: bool, checkpoint: Path, resume: bool
+) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
+    """All rows at once: L-BFGS."""
+    first = start(data, run["num_inducing"], run["seed"])
+    latents = gplvm.VariationalLatents(first.latents.q().mean, stddev=first.latents.q().stddev, sparse=False)
+    model = gplvm.CollapsedBayesianGPLVM(
+        latents,
+        first.variational_strategy.inducing_points,
+        data.train,
+        first.likelihood,
+        first.covar_module,
+        bound="tighter" if tighter else "standard",
+        num_nodes=_TRAIN_NODES,
+        seed=run["seed"],
+    )
+    iterations, losses = run["config"]["iterations"], []
+    optimizer = torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        history_size=100,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -model()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    started = time.perf_counter()
+    optimizer.step(closure)
+    seconds = time.perf_counter() - started
+    # The best so far: the line search also looks at points that are worse.
+    best = list(itertools.accumulate(losses, min))
+    every = max(1, len(best) // _TRACE_POINTS)
+    trace = [{"step": step, "bound": -best[step]} for step in range(0, len(best), every)]
+    with torch.no_grad():
+        problem, kl = model.problem(), latents.kl_divergence().sum()
+        sums = collapsed.statistics(problem)
+        nodes = collapsed.sobol_nodes(_TEST_NODES, LATENT_DIM, data.train, seed=run["seed"] + 1)
+        bounds = {
+            "bound_tighter": collapsed.tighter_bound(problem, nodes, sums=sums, kl=kl),
+            "bound_base": collapsed.standard_bound(problem, sums, kl),
+        }
+    outcome: dict[str, Any] = {name: value.item() / len(data.train) for name, value in bounds.items()}
+    outcome |= {"seconds": round(seconds, 3), "steps": len(losses), "trace": trace}
+    return model.uncollapsed(), outcome
+
+
+def separation(model: gplvm.BayesianGPLVM, data: Data) -> dict[str, Any]:
+    """How often the nearest other row in the two most relevant latents is of another phase."""
+    report = gplvm.relevance(model)
+    latents = model.latents.q().mean.detach()[:, report.order[:2]].cpu()
+    distance = torch.cdist(latents, latents).fill_diagonal_(torch.inf)
+    error = (data.labels[distance.argmin(-1)] != data.labels).double().mean().item()
+    return {
+        "error": error,
+        "relevance": [round(value, 4) for value in report.relevance.tolist()],
+        "relevant": report.order[:2].tolist(),
+    }
+
+
+def hidden_entries(model: gplvm.BayesianGPLVM, data: Data, tighter: bool, seed: int, steps: int) -> dict[str, Any]:
+    """Errors on entries of the test rows that the inference of their latents did not see."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    observed = (torch.rand(data.test.shape, generator=generator) >= HIDDEN).to(data.test.device)
+    torch.manual_seed(seed)
+    objective = None if tighter else VariationalELBO
+    q_x = model.infer_latents(data.test, observed, num_steps=steps, objective=objective)
+    error = (model.reconstruct(q_x).mean - data.test)[~observed]
+    density = model.log_density(data.test, q_x, ~observed)[~observed]
+    rmse, column_mean = error.square().mean().sqrt().item(), data.test[~observed].square().mean().sqrt().item()
+    return {
+        "rmse": rmse,
+        "rmse_column_mean": column_mean,
+        "nlpd": -density.mean().item(),
+        "flags": ["rmse above half the column mean's"] if rmse >= 0.5 * column_mean else [],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step cost
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def describe_step(args: argparse.Namespace) -> dict[str, Any]:
+    """What tells the comparison of steps from others."""
+    sizes, steps = ([1000, 20_000], 10) if args.smoke else ([1000, 1_000_000], 100)
+    config = {"sizes": sizes, "steps": steps, "batch_size": 100, "latent_dim": LATENT_DIM, "num_outputs": 12}
+    return {"dataset": "synthetic", "split": 0, "seed": 0, "method": "step", "num_inducing": 25, "config": config}
+
+
+def step_cost(run: dict[str, Any], args: argparse.Namespace, checkpoint: Path, resume: bool) -> dict[str, Any]:
+    """Median milliseconds of a step with few and with many rows, taken in turns."""
+    config = run["config"]
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(args.device)
+    steppers = []
+    for size in config["sizes"]:
+        latents = gplvm.VariationalLatents(draw(size, LATENT_DIM))
+        model = gplvm.BayesianGPLVM(latents, draw(run["num_inducing"], LATENT_DIM), config["num_outputs"])
+        steppers.append(_stepper(model, draw(size, config["num_outputs"]), config["batch_size"], generator))
+    times: list[list[float]] = [[] for _ in steppers]
+    for round_ in range(config["steps"] + 5):  # the first ones allocate the optimizers' state
+        for stepper, seen in zip(steppers, times, strict=True):
+            seconds = stepper()
+            if round_ >= 5:
+                seen.append(1000 * seconds)
+    medians = [round(statistics.median(seen), 3) for seen in times]
+    return {"step_ms": medians, "ratio": medians[1] / medians[0], "seconds": sum(map(sum, times)) / 1000}
+
+
+def _stepper(model: gplvm.BayesianGPLVM, targets: Tensor, batch_size: int, generator: torch.Generator) -> Any:
+    elbo = gplvm.LatentVariableELBO(model.likelihood, model, len(targets))
+    dense, sparse = gplvm.parameter_groups(model)
+    optimizers = [torch.optim.Adam(dense, lr=0.01), torch.optim.SparseAdam(sparse, lr=0.01)]
+
+    def step() -> float:
+        started = time.perf_counter()
+        rows = torch.randint(len(targets), (batch_size,), generator=generator).to(targets.device)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (-elbo(rows, targets[rows])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return time.perf_counter() - started
+
+    return step
+
+
+def step_line(result: Result) -> str:
+    """The comparison in words."""
+    few, many = result["config"]["sizes"]
+    return (
+        f"A step of {result['config']['batch_size']} rows: {result['step_ms'][0]:.2f} ms of {few:,} rows, "
+        f"{result['step_ms'][1]:.2f} ms of {many:,}, {result['ratio']:.2f} times as long."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and figures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def latents_table(results: list[Result]) -> str:
+    """What the other tables do not show, run by run."""
+    header = [
+        "data",
+        "M",
+        "seed",
+        "method",
+        "-bound / N",
+        "raw units",
+        "1-NN accuracy",
+        "RMSE / column mean's",
+        "relevance",
+    ]
+    rows = [
+        [
+            result["dataset"],
+            str(result["num_inducing"]),
+            str(result["seed"]),
+            result["method"],
+            f"{-result['bound']:.3f}",
+            f"{-result['bound_raw']:.3f}",
+            f"{1 - result['error']:.3f}",
+            f"{result['rmse'] / result['rmse_column_mean']:.3f}",
+            " ".join(f"{value:.2f}" for value in result["relevance"][:5]),
+        ]
+        for result in results
+    ]
+    return table(header, rows)
+
+
+def draw_latents(model: gplvm.BayesianGPLVM, data: Data, path: Path) -> None:
+    """The latent space by phase."""
+    from . import plotting
+
+    with plotting.style():
+        figure = plotting.new_figure(5.0, 4.5)
+        names = [f"phase {label + 1}" for label in data.labels.tolist()]
+        gplvm.plot_latents(model, names, ax=figure.subplots())
+        plotting.save(figure, path)
+
+
+def draw_traces(results: list[Result], path: Path) -> None:
+    """The negative bound in training: one panel a number of inducing points and way of training."""
+    from . import plotting
+
+    panels = sorted({(result["num_inducing"], result["method"].endswith("collapsed")) for result in results})
+    with plotting.style():
+        figure = plotting.new_figure(4.2 * len(panels) + 0.4, 3.6)
+        for axes, (size, is_collapsed) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            own = [r for r in results if (r["num_inducing"], r["method"].endswith("collapsed")) == (size, is_collapsed)]
+            shown = []
+            for result in own:
+                tighter = result["method"].startswith("t")
+                steps = [point["step"] for point in result["trace"]]
+                values = [-point["bound"] for point in result["trace"]]
+                shown += values
+                axes.plot(
+                    steps,
+                    values,
+                    label=("TV-BGPLVM" if tighter else "V-BGPLVM") if result["seed"] == own[0]["seed"] else None,
+                    linewidth=1.2,
+                    **plotting.method_style("T-" if tighter else ""),
+                )
+            low, high = min(shown), sorted(shown)[int(0.9 * len(shown))]
+            axes.set_ylim(low - 0.05 * (high - low), high)
+            axes.set_title(f"M = {size}, {'collapsed' if is_collapsed else 'mini-batches'}")
+            axes.set_xlabel("evaluation in L-BFGS" if is_collapsed else "step")
+            axes.set_ylabel("negative bound / N")
+            axes.legend()
+        plotting.save(figure, path)

@@ -1,0 +1,37 @@
+"""The Bayesian GPLVM: latent inputs, the tighter bound, new rows and missing entries."""
+
+from . import collapsed, psi
+from .bayesian_gplvm import BayesianGPLVM
+from .collapsed_gplvm import CollapsedBayesianGPLVM
+from .data import PrincipalComponents, principal_components
+from .elbo import LatentELBOTerms, LatentVariableELBO
+from .encoded_latents import EncodedLatents
+from .inference import infer_latents
+from .latent_variables import Latents, ParameterGroups, VariationalLatents, parameter_groups
+from .prior import LatentPrior
+from .reconstruction import Reconstruction, log_density, reconstruct
+from .report import Relevance, plot_latents, relevance
+
+__all__ = [
+    "BayesianGPLVM",
+    "CollapsedBayesianGPLVM",
+    "EncodedLatents",
+    "LatentELBOTerms",
+    "LatentPrior",
+    "LatentVariableELBO",
+    "Latents",
+    "ParameterGroups",
+    "PrincipalComponents",
+    "Reconstruction",
+    "Relevance",
+    "VariationalLatents",
+    "collapsed",
+    "infer_latents",
+    "log_density",
+    "parameter_groups",
+    "plot_latents",
+    "principal_components",
+    "psi",
+    "reconstruct",
+    "relevance",
+]

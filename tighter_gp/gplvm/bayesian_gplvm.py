@@ -1,0 +1,148 @@
+"""The Bayesian Gaussian process latent variable model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.means import Mean, ZeroMean
+from gpytorch.models import ApproximateGP
+from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
+from torch import Tensor
+from torch.distributions import Distribution, Normal
+
+from ..strategies import TighterVariationalStrategy
+from .data import as_observed, principal_components
+from .inference import infer_latents
+from .latent_variables import Latents, VariationalLatents
+from .reconstruction import Reconstruction, log_density, reconstruct
+
+
+class BayesianGPLVM(ApproximateGP):
+    r"""
+    Each column of the data is a GP of the same latent inputs, which are inferred too.
+
+    .. math:: y_{np} = f_p(x_n) + \epsilon_{np}, \qquad f_p \sim \mathcal{GP}(0, k), \qquad x_n \sim \mathcal N(0, I)
+
+    The :math:`P` outputs are a batch of latent GPs with one kernel and one set of inducing points between them, so that
+    a step computes :math:`K_{ZZ}`, its Cholesky factor and the projection :math:`A` once. Train it with
+    :class:`LatentVariableELBO`: with :class:`~tighter_gp.TighterVariationalStrategy` (default) this is the tighter
+    TV-BGPLVM, with :class:`~gpytorch.variational.VariationalStrategy` the standard V-BGPLVM. Scale the data to zero mean
+    and unit variance first. For another prior pass modules, or subclass and write :meth:`forward`.
+
+    :param latents: q(x): :class:`VariationalLatents` or :class:`EncodedLatents`.
+    :param inducing_points: :math:`Z`, shape ``M x Q``.
+    :param num_outputs: :math:`P`.
+    :param likelihood: Default :class:`~gpytorch.likelihoods.GaussianLikelihood` with one noise for all outputs; give it
+        ``batch_shape=torch.Size([P])`` for one noise an output. Another likelihood needs ``conditional="beta"`` or
+        ``"scalar"``.
+    :param mean_module: Default :class:`~gpytorch.means.ZeroMean`.
+    :param covar_module: Default RBF with one lengthscale a latent dimension and an output scale.
+    :param variational_strategy: Class of the strategy.
+    :param variational_distribution: Class of q(u).
+    :param kwargs: Passed to the strategy: ``conditional=``, ``jitter_val=``, ``learn_inducing_locations=``.
+
+    Example:
+        >>> Y = torch.randn(40, 5)
+        >>> model = tighter_gp.gplvm.BayesianGPLVM.from_data(Y, latent_dim=2, num_inducing=7)
+        >>> elbo = tighter_gp.gplvm.LatentVariableELBO(model.likelihood, model, num_data=40)
+        >>> dense, sparse = tighter_gp.gplvm.parameter_groups(model)
+        >>> optimizers = [torch.optim.Adam(dense, lr=0.01), torch.optim.SparseAdam(sparse, lr=0.01)]
+        >>> rows = torch.randint(40, (10,))
+        >>> loss = -elbo(rows, Y[rows])
+        >>> loss.backward()
+        >>> for optimizer in optimizers:
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        inducing_points: Tensor,
+        num_outputs: int,
+        likelihood: Likelihood | None = None,
+        *,
+        mean_module: Mean | None = None,
+        covar_module: Kernel | None = None,
+        variational_strategy: type[VariationalStrategy] = TighterVariationalStrategy,
+        variational_distribution: type[_VariationalDistribution] = CholeskyVariationalDistribution,
+        **kwargs: Any,
+    ) -> None:
+        latent_dim = latents.latent_dim
+        if inducing_points.dim() != 2 or inducing_points.size(-1) != latent_dim:
+            raise ValueError(
+                f"inducing_points must have shape M x {latent_dim}, one set for all outputs; got "
+                f"{tuple(inducing_points.shape)}."
+            )
+        if not 1 <= latent_dim <= num_outputs:
+            raise ValueError(f"latent_dim={latent_dim} must not exceed the number of outputs, {num_outputs}.")
+        batch_shape = torch.Size([num_outputs])
+        q = variational_distribution(inducing_points.size(0), batch_shape=batch_shape)
+        super().__init__(variational_strategy(self, inducing_points, q, **kwargs))
+        self.num_outputs = num_outputs
+        self.latents = latents
+        self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
+        self.mean_module = ZeroMean() if mean_module is None else mean_module
+        self.covar_module = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)) if covar_module is None else covar_module
+        self.to(inducing_points)
+
+    @classmethod
+    def from_data(
+        cls,
+        targets: Tensor,
+        latent_dim: int,
+        num_inducing: int,
+        likelihood: Likelihood | None = None,
+        *,
+        mask: Tensor | None = None,
+        prior: Distribution | None = None,
+        stddev: float = 0.1,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> BayesianGPLVM:
+        r"""A model that starts from the principal components of the data.
+
+        The means of q(x) are the unit-variance scores, the inducing points a random choice of them, and the lengthscales
+        of the default kernel are one for the first component and longer for those that explain less.
+
+        :param targets: Data, ``N x P``; NaN marks a missing entry.
+        :param latent_dim: :math:`Q \le P`.
+        :param num_inducing: :math:`M \le N`.
+        :param mask: True where observed, ``N x P``.
+        :param prior: Distribution of one latent row; default :math:`\mathcal N(0, I)`.
+        :param stddev: First standard deviation of q(x).
+        :param generator: Source of randomness for the choice of inducing points.
+        :param kwargs: Passed to the constructor.
+        """
+        targets, _ = as_observed(targets, mask)
+        if not 1 <= num_inducing <= targets.size(0):
+            raise ValueError(
+                f"num_inducing must lie between 1 and the {targets.size(0)} rows of the data; got {num_inducing}."
+            )
+        scores, fraction = principal_components(targets, latent_dim)
+        chosen = torch.randperm(targets.size(0), generator=generator)[:num_inducing].to(targets.device)
+        latents = VariationalLatents(scores, prior, stddev)
+        if "covar_module" not in kwargs:
+            kernel = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)).to(scores)
+            kernel.base_kernel.lengthscale = fraction.rsqrt()
+            kwargs["covar_module"] = kernel
+        return cls(latents, scores[chosen].clone(), targets.size(-1), likelihood, **kwargs)
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        r"""The prior at latent inputs ``... x Q``, one for all outputs."""
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    def infer_latents(self, targets: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Normal:
+        """q(x) of new rows with everything else frozen; see :func:`infer_latents`."""
+        return infer_latents(self, targets, mask, **kwargs)
+
+    def reconstruct(self, x: Normal | Tensor, **kwargs: Any) -> Reconstruction:
+        """Mean and variance of the data at latents; see :func:`reconstruct`."""
+        return reconstruct(self, x, **kwargs)
+
+    def log_density(self, targets: Tensor, x: Normal | Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Log predictive density of each entry at latents; see :func:`log_density`."""
+        return log_density(self, targets, x, mask, **kwargs)

@@ -1,0 +1,89 @@
+"""What is observed, and a first guess at the latents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rows of data with NaN at every missing entry, and which entries are observed.
+
+    :param targets: Data, ``N x P``; NaN marks a missing entry.
+    :param mask: True where observed, ``N x P``; joins what NaN says.
+    :param num_outputs: :math:`P`, if it is known.
+    :return: The data, and the observed entries or None if none is missing.
+    """
+    if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
+        wanted = "P" if num_outputs is None else num_outputs
+        raise ValueError(f"Data must have shape N x {wanted}, one row a datum; got {tuple(targets.shape)}.")
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != targets.shape:
+            raise ValueError(
+                f"mask must be boolean and shaped like the data, {tuple(targets.shape)}, True where observed; got "
+                f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}."
+            )
+        targets = targets.to(torch.get_default_dtype()) if not targets.is_floating_point() else targets
+        targets = torch.where(mask, targets, torch.full_like(targets, torch.nan))
+    observed = ~torch.isnan(targets)
+    if bool(torch.isinf(targets).any()):
+        raise ValueError(
+            f"{int(torch.isinf(targets).sum())} entries of the data are infinite; mark them missing with NaN."
+        )
+    return targets, None if bool(observed.all()) else observed
+
+
+def check_columns(targets: Tensor) -> None:
+    """Raise for a column that teaches nothing: no entry observed, or all of them the same."""
+    observed = ~torch.isnan(targets)
+    empty = (observed.sum(0) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"Columns {empty} of the data have no observed entry; drop them.")
+    highest = torch.where(observed, targets, -torch.inf).amax(0)
+    lowest = torch.where(observed, targets, torch.inf).amin(0)
+    constant = (highest == lowest).nonzero().flatten().tolist()
+    if constant:
+        raise ValueError(
+            f"Columns {constant} of the data are constant, so their noise would shrink to zero; drop them."
+        )
+
+
+class PrincipalComponents(NamedTuple):
+    """Scores of the data on its leading principal components.
+
+    :param scores: Unit variance a column, ``N x Q``.
+    :param fraction: Variance each component explains over that of the first, ``Q``.
+    """
+
+    scores: Tensor
+    fraction: Tensor
+
+
+def principal_components(targets: Tensor, latent_dim: int, mask: Tensor | None = None) -> PrincipalComponents:
+    r"""Unit-variance scores on the first principal components; missing entries count as their column's mean.
+
+    :param targets: Data, ``N x P``; NaN marks a missing entry.
+    :param latent_dim: :math:`Q \le \min(N, P)`.
+    :param mask: True where observed, ``N x P``.
+
+    Example:
+        >>> scores, fraction = tighter_gp.gplvm.principal_components(torch.randn(20, 5), 2)
+        >>> scores.shape
+        torch.Size([20, 2])
+    """
+    targets, _ = as_observed(targets, mask)
+    check_columns(targets)
+    num_data, num_outputs = targets.shape
+    if not 1 <= latent_dim <= num_outputs:
+        raise ValueError(f"latent_dim must lie between 1 and the {num_outputs} columns of the data; got {latent_dim}.")
+    if latent_dim > num_data:
+        raise ValueError(f"latent_dim={latent_dim} needs at least as many rows of data; got {num_data}.")
+    centred = targets - targets.nanmean(0)
+    centred = torch.where(torch.isnan(centred), torch.zeros_like(centred), centred)
+    # Eigenvectors of the P x P covariance: N may be large.
+    values, vectors = torch.linalg.eigh(centred.mT @ centred / num_data)
+    leading = values.flip(-1)[:latent_dim].clamp_min(torch.finfo(values.dtype).eps * values[-1])
+    scores = centred @ vectors.flip(-1)[:, :latent_dim]
+    return PrincipalComponents(scores / leading.sqrt(), leading / leading[0])

@@ -1,0 +1,125 @@
+"""What the model says of the data at given latents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from linear_operator.operators import DiagLinearOperator
+from torch import Tensor
+from torch.distributions import Normal
+
+from .._modes import chunks, temporary_mode
+from ..predictive import predict
+from ..strategies._tighter_strategy import _TighterStrategy
+from .data import as_observed
+from .elbo import where_observed
+
+
+class Reconstruction(NamedTuple):
+    """Predictive mean and variance of the data, noise included; ``B x P`` each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+def _decode(model: Any, x: Tensor) -> MultivariateNormal:
+    """q(f) at latents ``n x Q``: batch shape ``P``, diagonal covariance, the last term of the variance dropped."""
+    if isinstance(model.variational_strategy, _TighterStrategy):
+        return predict(model, x)
+    with temporary_mode(model.variational_strategy, True):  # where GPyTorch computes the diagonal only
+        q_f = model(x)
+    return MultivariateNormal(q_f.mean, DiagLinearOperator(q_f.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)))
+
+
+def _draws(x: Normal | Tensor, rows: slice, num_samples: int, generator: torch.Generator | None) -> Tensor:
+    """``S x b x Q``; points stand for themselves."""
+    if isinstance(x, Tensor):
+        return x[rows].unsqueeze(0)
+    mean, stddev = x.mean[rows], x.stddev[rows]
+    noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+    return mean + stddev * noise
+
+
+def _check_latents(model: Any, x: Normal | Tensor) -> int:
+    shape = x.shape if isinstance(x, Tensor) else x.batch_shape
+    if len(shape) != 2 or shape[-1] != model.latents.latent_dim:
+        raise ValueError(f"Latents must have shape B x {model.latents.latent_dim}; got {tuple(shape)}.")
+    return shape[0]
+
+
+@torch.no_grad()
+def reconstruct(
+    model: Any,
+    x: Normal | Tensor,
+    *,
+    num_samples: int = 32,
+    batch_size: int = 1024,
+    generator: torch.Generator | None = None,
+) -> Reconstruction:
+    r"""Predictive mean and variance of every entry, over f, the noise and the uncertainty of x.
+
+    :param model: A :class:`BayesianGPLVM`.
+    :param x: q(x) of the rows, or points ``B x Q``.
+    :param num_samples: Draws of x a row; points need none.
+    :param batch_size: Points a chunk.
+    :param generator: Source of randomness.
+
+    Example:
+        >>> mean, variance = model.reconstruct(model.infer_latents(Y_new))
+    """
+    num_rows = _check_latents(model, x)
+    num_samples = 1 if isinstance(x, Tensor) else num_samples
+    means, variances = [], []
+    with temporary_mode(model, False):
+        for rows in chunks(num_rows, max(1, batch_size // num_samples)):
+            points = _draws(x, rows, num_samples, generator)
+            q_y = model.likelihood(_decode(model, points.flatten(0, 1)))
+            # Draws of x, and of f where the likelihood has no closed marginal, are one mixture.
+            shape = (-1, model.num_outputs, points.size(0), points.size(1))
+            mean, variance = (moment.reshape(shape).movedim(-2, 1).flatten(0, 1) for moment in (q_y.mean, q_y.variance))
+            means.append(mean.mean(0).mT)
+            variances.append((variance.mean(0) + mean.var(0, correction=0)).mT)
+    return Reconstruction(torch.cat(means), torch.cat(variances))
+
+
+@torch.no_grad()
+def log_density(
+    model: Any,
+    targets: Tensor,
+    x: Normal | Tensor,
+    mask: Tensor | None = None,
+    *,
+    num_samples: int = 32,
+    batch_size: int = 1024,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Log predictive density of each entry given q(x) of its row, :math:`\log \mathbb E_{q(x_n)}\, p(y_{np} \mid x_n)`.
+
+    :param model: A :class:`BayesianGPLVM`.
+    :param targets: Entries to score, ``B x P``; those held out from :func:`infer_latents`, say.
+    :param x: q(x) of the rows, or points ``B x Q``.
+    :param mask: True where an entry is to be scored, ``B x P``.
+    :return: Shape ``B x P``; NaN where ``targets`` is NaN or masked.
+
+    Example:
+        >>> q_x = model.infer_latents(Y_new, mask=observed)
+        >>> held_out = model.log_density(Y_new, q_x, mask=~observed).nanmean()
+    """
+    targets, _ = as_observed(targets, mask, model.num_outputs)
+    targets = targets.to(model.variational_strategy.inducing_points)
+    if targets.size(0) != _check_latents(model, x):
+        raise ValueError(f"There are {targets.size(0)} rows of data for {_check_latents(model, x)} latents.")
+    num_samples = 1 if isinstance(x, Tensor) else num_samples
+    values = []
+    with temporary_mode(model, False):
+        for rows in chunks(targets.size(0), max(1, batch_size // num_samples)):
+            points = _draws(x, rows, num_samples, generator)
+            q_f = _decode(model, points.flatten(0, 1))
+            repeated = targets[rows].mT.repeat(1, num_samples)
+            value = where_observed(model.likelihood.log_marginal, repeated, q_f)
+            value = value.reshape(model.num_outputs, num_samples, -1).logsumexp(1) - math.log(num_samples)
+            values.append(value.mT)
+    return torch.where(torch.isnan(targets), torch.full_like(targets, torch.nan), torch.cat(values))

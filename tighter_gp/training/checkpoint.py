@@ -1,0 +1,67 @@
+"""Checkpoints: written whole or not at all, read without executing code."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import distributed
+
+FORMAT = 1
+
+
+def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write a state so that at any moment the path holds the old file or the new one, never a part.
+
+    The bytes go to ``<name>.tmp`` beside it, reach the disk, and take the name in one step. Only the first of several
+    processes writes.
+    """
+    if distributed.rank() != 0:
+        return
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(temporary, "wb") as file:
+        torch.save({"format": FORMAT, **state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] | None:
+    """Read a state, or None if there is none. The first of several processes reads for all.
+
+    :param device: Where its tensors go.
+    :raises ValueError: If the file is no checkpoint.
+    """
+    path = Path(path)
+    data = path.read_bytes() if distributed.rank() == 0 and path.exists() else None
+    data = distributed.share_bytes(data, device)
+    if data is None:
+        return None
+    try:
+        state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a broken file
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({type(error).__name__}: {str(error).splitlines()[0]}). Delete it to "
+            "start anew."
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"{path} is not a checkpoint of this version: expected format {FORMAT}, got {found}.")
+    return state
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,179 @@
+"""Several processes, one model: what :func:`tighter_gp.fit` asks of :mod:`torch.distributed`.
+
+Each process takes its part of every batch. The parts' losses are means over their own points plus the same KL
+divergence, so weighting each with its share of the batch and summing the gradients gives the gradient of the joined
+batch, with the KL divergence counted once, whatever the sizes of the parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_active() -> bool:
+    """Whether this process belongs to a group of more than one."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Number of this process; 0 when there is but one."""
+    return dist.get_rank() if is_active() else 0
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if is_active() else 1
+
+
+def start(device: torch.device | str = "cpu") -> torch.device:
+    r"""Join the group that ``torchrun`` describes in the environment, if there is one.
+
+    The backend is ``nccl`` for CUDA, where each process gets a device of its own, and ``gloo`` otherwise.
+
+    :param device: The device asked for.
+    :return: The device of this process.
+    """
+    device = torch.device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
+        return device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    return device
+
+
+def stop() -> None:
+    """Leave the group."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if is_active():
+        dist.barrier()
+
+
+def total(value: float, device: torch.device) -> float:
+    """Sum of a number over the processes."""
+    if not is_active():
+        return value
+    summed = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return float(summed)
+
+
+def agreed(flag: bool, device: torch.device) -> bool:
+    """The first process's answer, for a question on which rounding could divide them."""
+    if not is_active():
+        return flag
+    answer = torch.tensor(int(flag), device=device)
+    dist.broadcast(answer, 0)
+    return bool(answer)
+
+
+def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
+    """The first process's bytes, in every process."""
+    if not is_active():
+        return data
+    length = torch.tensor(-1 if data is None else len(data), device=device)
+    dist.broadcast(length, 0)
+    if int(length) < 0:
+        return None
+    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if data is not None and rank() == 0:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, 0)
+    return buffer.cpu().numpy().tobytes()
+
+
+@torch.no_grad()
+def share_state(modules: Iterable[torch.nn.Module]) -> None:
+    """Give every process the first one's parameters and buffers."""
+    if not is_active():
+        return
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                data = tensor.data.contiguous()
+                dist.broadcast(data, 0)
+                tensor.data.copy_(data)
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[Tensor], loss: Tensor | None) -> tuple[Tensor | None, int]:
+    """Sum weighted losses and their gradients over the processes, sparse gradients included.
+
+    :param parameters: The same parameters in the same order in every process.
+    :param loss: This process's weighted loss, or None if its step failed.
+    :return: The loss of the joined batch and the number of processes that failed. If any failed, no gradient is summed.
+    """
+    if not is_active():
+        return loss, int(loss is None)
+    grads = [parameter.grad for parameter in parameters]
+    dense = [float(grad is not None and not grad.is_sparse) for grad in grads]
+    sparse = [float(grad is not None and grad.is_sparse) for grad in grads]
+    value = 0.0 if loss is None else float(loss.detach())
+    header = torch.tensor(
+        [float(loss is None), value, *dense, *sparse], dtype=torch.float64, device=parameters[0].device
+    )
+    dist.all_reduce(header)
+    failed, value, *flags = header.tolist()
+    if failed:
+        return None, int(failed)
+    is_dense, is_sparse = flags[: len(grads)], flags[len(grads) :]
+    for dtype in {parameter.dtype for parameter in parameters}:
+        members = [p for p, flag in zip(parameters, is_dense, strict=True) if flag and p.dtype == dtype]
+        _sum_dense(members)
+    for parameter, flag in zip(parameters, is_sparse, strict=True):
+        if flag:
+            parameter.grad = _sum_sparse(parameter)
+    return header.new_tensor(value), 0
+
+
+def _sum_dense(parameters: Sequence[Tensor]) -> None:
+    """One message for all gradients of a dtype."""
+    if not parameters:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat)
+    for parameter, part in zip(parameters, flat.split([grad.numel() for grad in grads]), strict=True):
+        parameter.grad = part.reshape(parameter.shape).clone()
+
+
+def _sum_sparse(parameter: Tensor) -> Tensor:
+    """The rows that any process touched; their number differs between processes, so the shorter lists are padded."""
+    if parameter.grad is None:
+        rows = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_zeros(0, *parameter.shape[1:])
+    else:
+        grad = parameter.grad.coalesce()
+        rows, values = grad.indices(), grad.values()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(world_size())]
+    dist.all_gather(lengths, torch.tensor([rows.size(1)], device=parameter.device))
+    counts = [int(length) for length in lengths]
+    padding = max(counts) - rows.size(1)
+    rows = torch.cat([rows, rows.new_zeros(rows.size(0), padding)], dim=1)
+    values = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
+    all_rows = [torch.empty_like(rows) for _ in counts]
+    all_values = [torch.empty_like(values) for _ in counts]
+    dist.all_gather(all_rows, rows)
+    dist.all_gather(all_values, values)
+    # The padding must go again: an optimizer with momentum moves every row it is given, even by a gradient of zero.
+    return torch.sparse_coo_tensor(
+        torch.cat([part[:, :count] for part, count in zip(all_rows, counts, strict=True)], dim=1),
+        torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)]),
+        parameter.shape,
+        check_invariants=False,
+    ).coalesce()

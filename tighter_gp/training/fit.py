@@ -1,0 +1,624 @@
+"""One training loop for every model of this package."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.models import ExactGP
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+
+from .._modes import temporary_mode
+from ..conditionals import PerPoint
+from ..mlls import TighterELBO
+from . import checkpoint as checkpoints
+from . import distributed
+from .batches import ArrayBatches, Batch, BatchSource, LoaderBatches, seed_of
+from .optimizers import FullBatchLBFGS, Optimizers, make_schedule, natural_parameters
+from .validation import mean_nlpd
+
+log = logging.getLogger("tighter_gp")
+
+# What a step may fail with; anything else is a mistake in the call and is raised at once.
+NUMERICAL_ERRORS = (NotPSDError, NanError, torch.linalg.LinAlgError)
+
+_DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+
+@dataclass
+class History:
+    """What happened in a run of :func:`fit`.
+
+    :param loss: Minus the objective at each step, an estimate of minus the bound per datum; NaN for a skipped step.
+    :param validation: Step and mean negative log predictive density of each validation.
+    :param skipped: Step and reason of each step that was not taken.
+    :param seconds: Time spent in steps; validation, callbacks and checkpoints are not counted.
+    :param best_step: Step whose parameters were kept by early stopping.
+    :param stopped: Why the run ended before its last step; empty if it did not.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    best_step: int | None = None
+    stopped: str = ""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps done, skipped ones included."""
+        return len(self.loss)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a callback of :func:`fit` is given after each step.
+
+    :param step: Number of steps done.
+    :param epoch: Number of epochs done.
+    :param epoch_end: Whether this step ended an epoch.
+    :param loss: Minus the objective; NaN if the step was skipped.
+    :param model: The model, in training mode.
+    :param likelihood: The likelihood.
+    :param history: The history so far.
+    """
+
+    step: int
+    epoch: int
+    epoch_end: bool
+    loss: float
+    model: Any
+    likelihood: Any
+    history: History
+
+
+def fit(
+    model: Any,
+    likelihood: Likelihood,
+    x: Tensor | np.ndarray | Any | None,
+    y: Tensor | np.ndarray | None = None,
+    *,
+    objective: Callable[..., Any] = TighterELBO,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = 1024,
+    lr: float = 0.01,
+    schedule: str | Callable[[float], float] | None = "cosine",
+    optimizer: str | None = None,
+    natural_gradients: bool | float = False,
+    validation: tuple[Tensor, Tensor] | None = None,
+    validate_every: int | None = None,
+    patience: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    callbacks: Sequence[Callable[[Step], bool | None]] = (),
+    progress: bool | None = None,
+    max_failures: int = 10,
+    **kwargs: Any,
+) -> History:
+    r"""Train a model: mini-batches and Adam for an approximate GP, L-BFGS on all data for a collapsed one.
+
+    Batches are drawn by index on the device of the data. The order of the batches and every random number of a step
+    are functions of ``seed`` and the step, so that on a CPU two runs give the same numbers, and so does a run that was
+    interrupted and resumed; the global random state is left as it was.
+
+    A step whose Cholesky factorisation fails, or whose loss or gradient is not finite, is not taken: parameters and
+    optimizer stay as they were, the history and the log (``logging.getLogger("tighter_gp")``) say so, and after
+    ``max_failures`` of them in a row the error is raised.
+
+    Within a process group (``torchrun``) each process takes its part of every batch and gradients are summed with the
+    parts' weights: the run is that of one process, to rounding. Give every process the same arguments.
+
+    :param model: An :class:`~gpytorch.models.ApproximateGP`, a deep GP, or an :class:`~gpytorch.models.ExactGP` with a
+        :class:`~tighter_gp.TighterInducingPointKernel`.
+    :param likelihood: Its likelihood.
+    :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models): a tensor on the model's device, or a
+        numpy array, perhaps memory-mapped, of which only a batch is in memory at a time. Or a
+        :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``. None for a latent-variable
+        model, whose objective is called with the rows' positions in place of q(f).
+    :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader.
+    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised:
+        :class:`~tighter_gp.TighterELBO`, :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
+        :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`.
+    :param epochs: Passes over the data; default 100.
+    :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
+    :param batch_size: Points a step, over all processes; None for all.
+    :param lr: Learning rate of Adam at the start.
+    :param schedule: How it falls: ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero,
+        ``"constant"``, or a function of the fraction of the run done that returns a factor.
+    :param optimizer: ``"adam"`` or ``"lbfgs"``, which takes all data at once; default by model. Parameters with sparse
+        gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`.
+    :param natural_gradients: Natural gradients for q(u), which must be in natural form: True (step size 0.1) or the step
+        size. Adam trains the rest.
+    :param validation: Held-out inputs and targets, whose mean negative log predictive density goes to the history.
+    :param validate_every: Steps between validations; default an epoch.
+    :param patience: Stop after this many validations in a row without a better one, and in any case end with the
+        parameters of the best. None: never stop, end with the last.
+    :param checkpoint: File to keep the state of the run in; at any moment it is whole.
+    :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
+    :param resume: Go on from ``checkpoint`` if it is there.
+    :param seed: Seed of all that is random.
+    :param callbacks: Each is called with a :class:`Step` after every step, and may return True to end the run. One with
+        ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
+    :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed.
+    :param max_failures: Failed steps in a row before the error is raised.
+    :param kwargs: Arguments of the objective; a tensor, such as ``noise=``, has one value a point, ``... x N``.
+    :return: The history. The model is left in the mode it was in.
+
+    Example:
+        >>> history = tighter_gp.fit(model, likelihood, train_x, train_y, epochs=2, batch_size=32)
+        >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
+        True
+    """
+    collapsed = isinstance(model, ExactGP)
+    optimizer = optimizer or ("lbfgs" if collapsed else "adam")
+    if optimizer not in ("adam", "lbfgs"):
+        raise ValueError(f"Unknown optimizer {optimizer!r}; choose 'adam' or 'lbfgs'.")
+    if epochs is not None and steps is not None:
+        raise ValueError("Give epochs or steps, not both.")
+    for name, count in {"epochs": epochs, "steps": steps, "patience": patience, "max_failures": max_failures}.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1; got {count}.")
+    if not lr > 0:
+        raise ValueError(f"lr must be positive; got {lr}.")
+    if resume and checkpoint is None:
+        raise ValueError("resume=True needs a checkpoint= to go on from.")
+    if patience is not None and validation is None:
+        raise ValueError("patience= needs held-out data: pass validation=(x, y).")
+
+    if collapsed or optimizer == "lbfgs":
+        batch_size = None
+    source = _source(model, likelihood, x, y, batch_size, seed, kwargs)
+    if collapsed and objective is TighterELBO:
+        mll = ExactMarginalLogLikelihood(likelihood, model)
+    else:
+        mll = objective(likelihood, model, source.num_data)
+    if steps is None:
+        default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
+        steps = (default if epochs is None else epochs) * source.steps_per_epoch
+    trainer = _Trainer(
+        model=model,
+        likelihood=likelihood,
+        mll=mll,
+        source=source,
+        total=steps,
+        seed=seed,
+        max_failures=max_failures,
+        validation=validation,
+        validate_every=validate_every or source.steps_per_epoch,
+        patience=patience,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every or max(100, source.steps_per_epoch),
+        callbacks=callbacks,
+    )
+    if optimizer == "lbfgs":
+        step: _AdamStep | _LBFGSStep = _LBFGSStep(trainer)
+    else:
+        step = _AdamStep(trainer, lr, make_schedule(schedule), natural_gradients)
+    trainer.run(step, resume, _progress_bar(progress, steps))
+    return trainer.history
+
+
+def _source(
+    model: Any, likelihood: Any, x: Any, y: Any, batch_size: int | None, seed: int, kwargs: dict[str, Any]
+) -> BatchSource:
+    like = next(
+        (p for p in itertools.chain(model.parameters(), likelihood.parameters()) if p.is_floating_point()), None
+    )
+    if like is None:
+        raise ValueError("The model has no parameters to train.")
+    if x is not None and not isinstance(x, (Tensor, np.ndarray)):
+        if not hasattr(x, "dataset"):
+            raise TypeError(f"x must be a tensor, a numpy array or a DataLoader; got {type(x).__name__}.")
+        if y is not None or kwargs or batch_size is None:
+            raise ValueError(
+                "A DataLoader brings its own targets and batches: leave y out, pass no per-point arguments, and use "
+                "arrays for full-batch training."
+            )
+        return LoaderBatches(x, seed, like)
+    if not isinstance(y, (Tensor, np.ndarray)):
+        raise TypeError(f"y must be a tensor or a numpy array; got {type(y).__name__}.")
+    for name, values in {"x": x, "y": y}.items():
+        if isinstance(values, Tensor) and values.device != like.device:
+            raise ValueError(f"{name} is on {values.device} and the model on {like.device}; move one to the other.")
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != like.dtype:
+        raise ValueError(f"x is {x.dtype} and the model {like.dtype}; convert one, such as x.to({like.dtype}).")
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
+        kwargs = {**kwargs, "noise": likelihood.noise_covar.noise}
+    return ArrayBatches(x, y, kwargs, batch_size, seed, like)
+
+
+class _Trainer:
+    """The parts of a run that do not depend on the optimizer."""
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        likelihood: Any,
+        mll: Any,
+        source: BatchSource,
+        total: int,
+        seed: int,
+        max_failures: int,
+        validation: tuple[Tensor, Tensor] | None,
+        validate_every: int,
+        patience: int | None,
+        checkpoint: str | os.PathLike[str] | None,
+        checkpoint_every: int,
+        callbacks: Sequence[Callable[[Step], bool | None]],
+    ) -> None:
+        self.model, self.likelihood, self.mll, self.source = model, likelihood, mll, source
+        self.total, self.seed, self.max_failures = total, seed, max_failures
+        self.validation, self.validate_every, self.patience = validation, validate_every, patience
+        self.checkpoint, self.checkpoint_every, self.callbacks = checkpoint, checkpoint_every, callbacks
+        self.history, self.failures = History(), 0
+        self.best: dict[str, Any] | None = None
+        self.parameters = {
+            name: parameter
+            for name, parameter in _named_parameters(model=model, likelihood=likelihood, objective=mll)
+            if parameter.requires_grad
+        }
+        self.needs_index = any(isinstance(module, PerPoint) for module in model.modules())
+        self.device = next(iter(self.parameters.values())).device
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Minus the objective, summed over a batch of models."""
+        call = {}
+        if self.needs_index:
+            if batch.rows is None:
+                raise ValueError("PerPoint needs positions: let the DataLoader yield (x, y, index).")
+            call["index"] = batch.rows
+        if batch.x is None:
+            return -self.mll(batch.rows, batch.y, **batch.kwargs).sum()
+        if isinstance(self.model, ExactGP):
+            return -self.mll(self.model(batch.x), batch.y).sum()
+        return -self.mll(self.model(batch.x, **call), batch.y, **batch.kwargs).sum()
+
+    def seed_step(self, step: int) -> None:
+        """Random numbers of a step, other ones in each process."""
+        torch.manual_seed(seed_of(self.seed, step, distributed.rank()))
+
+    def failed(self, error: Exception) -> None:
+        """Note a step that was not taken; raise if there were too many in a row."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.failures += 1
+        step = self.history.steps
+        self.history.skipped.append((step, reason))
+        log.warning("step %d was skipped: %s", step, reason)
+        if self.failures >= self.max_failures:
+            raise RuntimeError(
+                f"{self.failures} steps in a row failed, the last, step {step}, with: {error} The parameters are those "
+                "before the first of them. A smaller lr, scaled data or float64 may help."
+            ) from error
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self, step: _AdamStep | _LBFGSStep, resume: bool, bar: Any) -> None:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices),
+            temporary_mode(self.model, True),
+            temporary_mode(self.likelihood, True),
+            bar,
+        ):
+            finished = self._restore(step) if resume else False
+            if self.history.steps == 0:
+                self._initialise()
+            distributed.share_state([self.model, self.likelihood])
+            bar.update(self.history.steps)
+            if not finished:
+                self._loop(step, bar)
+            if self.best is not None:
+                self.model.load_state_dict(self.best["model"])
+                self.likelihood.load_state_dict(self.best["likelihood"])
+            self._save(step, finished=True)
+
+    def _loop(self, step: _AdamStep | _LBFGSStep, bar: Any) -> None:
+        history = self.history
+        for batch in self.source.iterate(history.steps):
+            if history.steps >= self.total:
+                return
+            self.seed_step(history.steps)
+            started = time.perf_counter()
+            loss = step(batch)
+            history.seconds += time.perf_counter() - started
+            history.loss.append(loss)
+            bar.update(1)
+            if history.steps % 10 == 0:
+                bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            stop = self._after_step(loss) or bool(step.converged)
+            if stop or history.steps % self.checkpoint_every == 0:
+                self._save(step, finished=stop)
+            if stop:
+                history.stopped = history.stopped or step.converged
+                return
+
+    def _after_step(self, loss: float) -> bool:
+        """Validation and callbacks; whether the run should end."""
+        history = self.history
+        done, stop = history.steps, False
+        if self.validation is not None and (done % self.validate_every == 0 or done == self.total):
+            stop = distributed.agreed(self._validate(), self.device)
+            if stop:
+                history.stopped = f"no better validation in {self.patience}"
+        epoch, rest = divmod(done, self.source.steps_per_epoch)
+        state = Step(done, epoch, rest == 0, loss, self.model, self.likelihood, history)
+        for callback in self.callbacks:
+            if distributed.agreed(bool(callback(state)), self.device):
+                history.stopped, stop = history.stopped or "a callback asked for it", True
+        return stop
+
+    def _validate(self) -> bool:
+        assert self.validation is not None
+        history = self.history
+        score = mean_nlpd(self.model, self.likelihood, *self.validation)
+        history.validation.append((history.steps, score))
+        if self.patience is None:
+            return False
+        if self.best is None or score < self.best["score"]:
+            self.best = {"score": score, "step": history.steps, **self._copy()}
+            history.best_step = history.steps
+            return False
+        best_at = next(i for i, (step, _) in enumerate(history.validation) if step == self.best["step"])
+        return len(history.validation) - 1 - best_at >= self.patience
+
+    def _copy(self) -> dict[str, Any]:
+        return {
+            name: {key: value.detach().clone() for key, value in module.state_dict().items()}
+            for name, module in {"model": self.model, "likelihood": self.likelihood}.items()
+        }
+
+    def _initialise(self) -> None:
+        """GPyTorch sets q(u) at the first call, with a little noise: do it here, once for all processes."""
+        self.seed_step(-1)
+        batch = next(iter(self.source.iterate(0)))
+        with torch.no_grad():
+            try:
+                self.loss(batch)
+            except NUMERICAL_ERRORS as error:
+                log.debug("the first call failed: %s", error)  # the first step will fail too, and say so
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "num_data": self.source.num_data,
+            "batch_size": self.source.batch_size,
+            "parameters": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
+        }
+
+    def _save(self, step: _AdamStep | _LBFGSStep, finished: bool) -> None:
+        if self.checkpoint is None:
+            return
+        checkpoints.save(
+            self.checkpoint,
+            {
+                "config": self._config(),
+                "finished": finished,
+                "total": self.total,
+                "model": self.model.state_dict(),
+                "likelihood": self.likelihood.state_dict(),
+                "optimizer": step.state_dict(),
+                "history": asdict(self.history),
+                "failures": self.failures,
+                "best": self.best,
+                "callbacks": [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks],
+            },
+        )
+
+    def _restore(self, step: _AdamStep | _LBFGSStep) -> bool:
+        """Take over a checkpoint, if there is one; whether the run was finished."""
+        assert self.checkpoint is not None
+        state = checkpoints.load(self.checkpoint, self.device)
+        if state is None:
+            return False
+        config = self._config()
+        different = [
+            f"{name} was {state['config'].get(name)} and is {config[name]}"
+            for name in ("seed", "num_data", "batch_size")
+            if state["config"].get(name) != config[name]
+        ]
+        if state["config"].get("parameters") != config["parameters"]:
+            different.append("the model's parameters have other names or shapes")
+        if different:
+            raise ValueError(
+                f"{self.checkpoint} belongs to another run: {'; '.join(different)}. Delete it or use another path."
+            )
+        self.model.load_state_dict(state["model"])
+        self.likelihood.load_state_dict(state["likelihood"])
+        step.load_state_dict(state["optimizer"])
+        saved = state["history"]
+        saved["validation"] = [tuple(entry) for entry in saved["validation"]]
+        saved["skipped"] = [tuple(entry) for entry in saved["skipped"]]
+        self.history.__dict__.update(saved)
+        self.failures, self.best = state["failures"], state["best"]
+        for callback, callback_state in zip(self.callbacks, state["callbacks"], strict=False):
+            if callback_state is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(callback_state)
+        # A run that was asked for more steps than before goes on.
+        return bool(state["finished"]) and (self.total <= state["total"] or bool(self.history.stopped))
+
+
+class _AdamStep:
+    """A step of Adam, SparseAdam and natural gradients."""
+
+    converged = ""
+
+    def __init__(
+        self, trainer: _Trainer, lr: float, schedule: Callable[[float], float], natural_gradients: bool | float
+    ) -> None:
+        self.trainer, self.schedule = trainer, schedule
+        natural = natural_parameters(trainer.model, natural_gradients)
+        self._make = lambda sparse: Optimizers(
+            trainer.parameters, sparse, natural, lr, natural_gradients, trainer.source.num_data
+        )
+        self.optimizers: Optimizers | None = None
+
+    def __call__(self, batch: Batch) -> float:
+        trainer = self.trainer
+        parameters = list(trainer.parameters.values())
+        for parameter in parameters:
+            parameter.grad = None
+        loss, error = self._backward(batch)
+        joined, num_failed = distributed.sum_gradients(parameters, loss)
+        value, finite = (math.nan, False) if joined is None else _read(joined, parameters)
+        if not finite:
+            for parameter in parameters:
+                parameter.grad = None
+            if num_failed:
+                error = error or NanError(f"{num_failed} of {distributed.world_size()} processes failed")
+            trainer.failed(error or NanError(f"the loss is {value} or its gradient is not finite"))
+            distributed.share_state([trainer.model, trainer.likelihood])
+            return math.nan
+        trainer.failures = 0
+        if self.optimizers is None:
+            self.optimizers = self._make(
+                {name for name, p in trainer.parameters.items() if p.grad is not None and p.grad.is_sparse}
+            )
+        self.optimizers.step(self.schedule(trainer.history.steps / trainer.total))
+        return value
+
+    def _backward(self, batch: Batch) -> tuple[Tensor | None, Exception | None]:
+        try:
+            loss = self.trainer.loss(batch)
+            if batch.weight != 1.0:
+                loss = loss * batch.weight
+            loss.backward()
+        except NUMERICAL_ERRORS as error:
+            return None, error
+        return loss.detach(), None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self.optimizers is None else self.optimizers.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.optimizers = self._make(set(state["sparse"]))
+            self.optimizers.load_state_dict(state)
+
+
+class _LBFGSStep:
+    """An iteration of L-BFGS on all data."""
+
+    def __init__(self, trainer: _Trainer) -> None:
+        self.trainer, self.converged, self.quiet = trainer, "", 0
+        self.lbfgs: FullBatchLBFGS | None = None
+        self.saved: dict[str, Any] | None = None
+
+    def __call__(self, batch: Batch) -> float:
+        trainer = self.trainer
+        if self.lbfgs is None:
+            self.lbfgs = self._start(batch)
+        lbfgs, before = self.lbfgs, self.lbfgs.loss
+        try:
+            loss, moved = lbfgs.step()
+        except (*NUMERICAL_ERRORS, FloatingPointError) as error:
+            trainer.failed(error)
+            self.lbfgs = None
+            return math.nan
+        if lbfgs.error is not None and not moved:
+            trainer.failed(lbfgs.error)
+            self.lbfgs = None  # forget the curvature that led there
+            return loss
+        trainer.failures = 0
+        self.quiet = self.quiet + 1 if abs(before - loss) <= 1e-9 * max(1.0, abs(loss)) else 0
+        if not moved or self.quiet >= 3:
+            self.converged = "converged"
+        return loss
+
+    def _start(self, batch: Batch) -> FullBatchLBFGS:
+        trainer = self.trainer
+
+        def evaluate() -> Tensor:
+            trainer.seed_step(-2)  # a sampled objective must be the same at every trial point
+            loss = trainer.loss(batch)
+            loss.backward()
+            return loss
+
+        lbfgs = FullBatchLBFGS(list(trainer.parameters.values()), evaluate, NUMERICAL_ERRORS)
+        if self.saved is not None:
+            lbfgs.load_state_dict(self.saved["lbfgs"])
+            lbfgs.loss, self.saved = self.saved["loss"], None
+        return lbfgs
+
+    def state_dict(self) -> dict[str, Any] | None:
+        if self.lbfgs is None:
+            return None
+        return {"lbfgs": self.lbfgs.state_dict(), "loss": self.lbfgs.loss, "quiet": self.quiet}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.saved, self.quiet = state, state["quiet"]
+
+
+def _named_parameters(**modules: Any) -> Iterator[tuple[str, Tensor]]:
+    seen: set[int] = set()
+    for prefix, module in modules.items():
+        if isinstance(module, torch.nn.Module):
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{prefix}.{name}", parameter
+
+
+def _read(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[float, bool]:
+    """The loss, and whether it and every gradient are finite: one read from the device."""
+    largest = [
+        torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad, math.inf).double()
+        for grad in (parameter.grad for parameter in parameters)
+        if grad is not None and grad.numel()
+    ]
+    value, *norms = torch.stack([loss.double(), *largest]).tolist()
+    return value, all(map(math.isfinite, (value, *norms)))
+
+
+def _progress_bar(progress: bool | None, total: int) -> Any:
+    if progress is False or distributed.rank() != 0 or (progress is None and not sys.stderr.isatty()):
+        return _Bar(None)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if progress:
+            raise ImportError("progress=True needs tqdm: pip install tqdm.") from None
+        return _Bar(None)
+    return _Bar(tqdm(total=total, unit="step", leave=False, dynamic_ncols=True))
+
+
+class _Bar:
+    """A progress bar, or none."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def update(self, count: int) -> None:
+        if self.bar is not None:
+            self.bar.update(count)
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh)
