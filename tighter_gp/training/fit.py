@@ -21,7 +21,6 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from .._modes import temporary_mode
-from ..conditionals import PerPoint
 from ..mlls import TighterELBO
 from . import checkpoint as checkpoints
 from . import distributed
@@ -273,7 +272,7 @@ class _Trainer:
             for name, parameter in _named_parameters(model=model, likelihood=likelihood, objective=mll)
             if parameter.requires_grad
         }
-        self.needs_index = any(isinstance(module, PerPoint) for module in model.modules())
+        self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
         self.device = next(iter(self.parameters.values())).device
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class _Trainer:
         call = {}
         if self.needs_index:
             if batch.rows is None:
-                raise ValueError("PerPoint needs positions: let the DataLoader yield (x, y, index).")
+                raise ValueError("PerPoint and Blocks need positions: let the DataLoader yield (x, y, index).")
             call["index"] = batch.rows
         if batch.x is None:
             return -self.mll(batch.rows, batch.y, **batch.kwargs).sum()
