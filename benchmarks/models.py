@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 import tighter_gp
-from tighter_gp.conditionals import BetaConditional
+from tighter_gp.conditionals import BetaConditional, CurvatureConditional
 from tighter_gp.inducing import kmeans, median_lengthscale, split_inducing_points
 
 from .data import Split
@@ -131,17 +131,24 @@ def make_regression(method: str, start: Start) -> tuple[SparseGP, GaussianLikeli
     return model, likelihood
 
 
-def make_classification(method: str, start: Start, num_classes: int) -> tuple[SparseGP, MarginalSoftmax]:
-    """A latent GP a class, with shared inducing points and RBF kernel, and a softmax."""
+def make_classification(
+    method: str, start: Start, num_classes: int, conditional: str = "beta"
+) -> tuple[SparseGP, MarginalSoftmax]:
+    """A latent GP a class, with shared inducing points and RBF kernel, and a softmax.
+
+    :param conditional: Who chooses the scales of a tighter method: ``"beta"`` or ``"curvature"``.
+    """
     kernel = ScaleKernel(RBFKernel())
-    conditional: str | BetaConditional = "optimal"
-    if METHODS[method].tighter:
+    chosen: Any = conditional if METHODS[method].tighter else "optimal"
+    if chosen == "curvature":
+        chosen = CurvatureConditional(num_steps=2)  # more make no difference to the seventh digit of the bound
+    elif chosen == "beta":
         # Learned as log(beta): the best beta grows by orders of magnitude as the classes part.
         constraint = Positive(transform=torch.exp, inv_transform=torch.log)
-        conditional = BetaConditional(torch.Size([num_classes]), beta_constraint=constraint)
+        chosen = BetaConditional(torch.Size([num_classes]), beta_constraint=constraint)
         # At the start all classes are equally likely, and E[-d^2 log p(y|f) / df^2] is p (1 - p).
-        conditional.beta = num_classes**2 / (num_classes - 1)
-    model = SparseGP(start.points, kernel, METHODS[method].orthogonal, conditional, num_classes).to(start.points)
+        chosen.beta = num_classes**2 / (num_classes - 1)
+    model = SparseGP(start.points, kernel, METHODS[method].orthogonal, chosen, num_classes).to(start.points)
     likelihood = MarginalSoftmax(num_classes=num_classes, mixing_weights=False).to(start.points)
     kernel.outputscale, kernel.base_kernel.lengthscale = 5.0, 0.5 * start.lengthscale
     return model, likelihood

@@ -38,7 +38,8 @@ class CollapsedBayesianGPLVM(Module):
 
     q(u) is at its optimum throughout, which takes an RBF-ARD kernel, Gaussian noise and :math:`O(NM^2)` memory. The
     expectation in the tighter bound is a quadrature in up to two latent dimensions and a mean over fixed Sobol points in
-    more. When trained, :meth:`uncollapsed` gives the same model with q(u) written out, for predictions and new rows.
+    more. Work in float64: the line search of L-BFGS needs the digits. When trained, :meth:`uncollapsed` gives the same
+    model with q(u) written out, for predictions and new rows.
 
     :param latents: q(x), with ``sparse=False``; the prior may be any with a closed-form KL divergence.
     :param inducing_points: :math:`Z`, ``M x Q``.

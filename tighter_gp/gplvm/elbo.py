@@ -143,7 +143,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
     def _terms(
         self, x: Tensor, q_x: Normal, target: Tensor, mask: Tensor | None, index: Tensor | None, **kwargs: Any
     ) -> LatentELBOTerms:
-        target, _ = as_observed(target, mask, self.model.num_outputs)
+        target, observed = as_observed(target, mask, self.model.num_outputs)
         num_samples, num_rows, latent_dim = x.shape
         if target.size(0) != num_rows:
             raise ValueError(f"target has {target.size(0)} rows for {num_rows} latents; pass target=Y[index].")
@@ -157,7 +157,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         q_f = self.model(x.reshape(num_samples * num_rows, latent_dim), **call)
         # The inner objective counts N x S points, so its terms that are divided by them come back S times.
         self._data_elbo.num_data = num_samples * self.num_data
-        with settings.observation_nan_policy("fill"):
+        with settings.observation_nan_policy("ignore" if observed is None else "fill"):
             terms = self._data_elbo(q_f, target.mT.repeat(1, num_samples).to(x.dtype), **kwargs)
         log_likelihood, kl_divergence, log_prior, *rest = terms
         added_loss, conditional = (*rest, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))[:2]
