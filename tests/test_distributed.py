@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,13 @@ def two(tmp_path_factory):
     code = "import sys; from tests.test_distributed import worker; worker(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-W", "ignore", "-c", code]
     processes = [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(2)]
+    deadline = time.monotonic() + 300
     try:
-        assert [process.wait(timeout=300) for process in processes] == [0, 0]
+        while any(process.poll() is None for process in processes):
+            assert not any(process.poll() for process in processes), "a process failed"
+            assert time.monotonic() < deadline, "the processes wait for each other"
+            time.sleep(0.05)
+        assert [process.returncode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
