@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import resource
@@ -74,23 +75,29 @@ def _strategies(num_inducing: int) -> dict[str, tuple[Callable[[Any], Any], Any]
     }
 
 
-def make_step(method: str, num_inducing: int, batch_size: int, device: str) -> Step:
-    """A closure that takes one optimizer step; learned inducing points, Adam, Gaussian noise, float32."""
+def make_step(method: str, num_inducing: int, batch_size: int, device: str, num_data: int = NUM_DATA) -> Step:
+    """A closure that draws a batch and takes one step: learned inducing points, Adam, Gaussian noise, float32."""
     make_strategy, objective = _strategies(num_inducing)[method]
     model, likelihood = _Model(make_strategy).to(device), gpytorch.likelihoods.GaussianLikelihood().to(device)
-    mll = objective(likelihood, model, NUM_DATA)
+    mll = objective(likelihood, model, num_data)
     compiled = method.endswith("compiled")
     parameters = [*model.parameters(), *likelihood.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=compiled)
     generator = torch.Generator().manual_seed(1)
-    x = torch.rand(batch_size, NUM_DIMS, generator=generator).to(device)
-    y = torch.randn(batch_size, generator=generator).to(device)
+    all_x = torch.rand(num_data, NUM_DIMS, generator=generator).to(device)
+    all_y = torch.randn(num_data, generator=generator).to(device)
     model.train()
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(num_data, (batch_size,), device=device)
+        return all_x[rows], all_y[rows]
+
     if compiled:
         step = tighter_gp.CompiledStep(mll, optimizer)
-        return lambda: step(x, y)
+        return lambda: step(*batch())
 
     def eager() -> None:
+        x, y = batch()
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
         optimizer.step()
@@ -163,15 +170,24 @@ def gemm_rate(size: int, device: str) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def _peak_memory() -> float:
+def _resident_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peak_memory(step: Step) -> float:
+    """MiB that a step holds at once, above what was there before it (PyTorch's own allocations)."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events)) / 2**20
 
 
 def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the table."""
     methods = [m for m in _strategies(num_inducing) if args.compile or not m.endswith("compiled")]
     steps = {method: make_step(method, num_inducing, batch_size, args.device) for method in methods}
-    repeats = max(3, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size)))
+    repeats = max(3 if args.smoke else 11, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size)))
     times = interleave(steps, repeats, args.device)
     medians = {method: statistics.median(values) for method, values in times.items()}
     counts = {}
@@ -189,27 +205,44 @@ def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace
         "fastest": {method: min(values) for method, values in times.items()},
         "counts": counts,
         "gemm_gflops": gemm_rate(min(1024, max(256, num_inducing)), args.device),
-        "peak_memory_mib": _peak_memory(),
+        "peak_memory_mib": {m: peak_memory(step) for m, step in steps.items()},
     }
 
 
 def scaling(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time of a T-SVGP step as one size grows and the others stay."""
+    """Time and memory of a T-SVGP step as one size grows and the others stay."""
     sizes = {
-        "num_inducing": [(m, 1024) for m in ((32, 64) if args.smoke else (128, 256, 512, 1024))],
-        "batch_size": [(256, b) for b in ((64, 128) if args.smoke else (512, 1024, 2048, 4096))],
+        "num_inducing": [(m, 1024, NUM_DATA) for m in ((32, 64) if args.smoke else (128, 256, 512, 1024))],
+        "batch_size": [(256, b, NUM_DATA) for b in ((64, 128) if args.smoke else (512, 1024, 2048, 4096))],
+        "num_data": [(256, 1024, n) for n in ((2000, 4000) if args.smoke else (10_000, 100_000, 1_000_000))],
     }
     lines = []
-    for axis, points in sizes.items():
-        steps = {str(point): make_step("t-svgp", *point, args.device) for point in points}
+    for position, (axis, points) in enumerate(sizes.items()):
+        steps = {
+            str(point): make_step("t-svgp", num_inducing, batch_size, args.device, num_data)
+            for point in points
+            for num_inducing, batch_size, num_data in [point]
+        }
         times = interleave(steps, max(3, args.repeats // 4), args.device)
         medians = [statistics.median(times[str(point)]) for point in points]
-        values = [point[0] if axis == "num_inducing" else point[1] for point in points]
-        slope = statistics.linear_regression([math.log(v) for v in values], [math.log(t) for t in medians]).slope
+        memory = [peak_memory(step) for step in steps.values()]
+        values = [point[position] for point in points]
         lines.append(
-            {"experiment": "speed scaling", "axis": axis, "sizes": values, "milliseconds": medians, "exponent": slope}
+            {
+                "experiment": "speed scaling",
+                "axis": axis,
+                "sizes": values,
+                "milliseconds": medians,
+                "peak_memory_mib": memory,
+                "exponent": _exponent(values, medians),
+                "memory_exponent": _exponent(values, memory),
+            }
         )
     return lines
+
+
+def _exponent(sizes: list[int], costs: list[float]) -> float:
+    return statistics.linear_regression([math.log(s) for s in sizes], [math.log(c) for c in costs]).slope
 
 
 def prediction(args: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +252,7 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
     model = _Model(make_strategy).to(args.device).eval()
     x = torch.rand(num_points, NUM_DIMS, device=args.device)
     tighter_gp.predict(model, x[:1000])
-    before, start = _peak_memory(), time.perf_counter()
+    before, start = _resident_memory(), time.perf_counter()
     tighter_gp.predict(model, x, batch_size=4096)
     seconds = time.perf_counter() - start
     flops = num_points * num_inducing**2 * 3  # a triangular solve and one product
@@ -229,7 +262,7 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
         "num_inducing": num_inducing,
         "num_points": num_points,
         "seconds": seconds,
-        "extra_memory_mib": _peak_memory() - before,
+        "extra_memory_mib": _resident_memory() - before,
         "gflops": flops / seconds / 1e9,
         "gemm_gflops": rate,
         "share_of_gemm": flops / seconds / 1e9 / rate,
@@ -283,7 +316,10 @@ def run(args: argparse.Namespace) -> None:
         print(_row(line), flush=True)
     for line in scaling(args):
         keep(line)
-        print(f"step time grows as {line['axis']}^{line['exponent']:.2f} over {line['sizes']}")
+        print(
+            f"over {line['axis']} {line['sizes']}: time grows with exponent {line['exponent']:.2f}, "
+            f"memory with {line['memory_exponent']:.2f}"
+        )
     line = prediction(args)
     keep(line)
     print(

@@ -536,6 +536,22 @@ def test_a_resumed_run_ends_with_the_numbers_of_an_uninterrupted_one(case, tmp_p
     assert resumed.steps == count.steps
 
 
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_shuffling_data_loader_goes_on_where_it_was(tmp_path, own_generator):
+    x, y = data()
+
+    def loader():
+        generator = torch.Generator().manual_seed(torch.seed()) if own_generator else None
+        return DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=generator)
+
+    whole = fit(*problem(), loader(), steps=11)
+    options = {"steps": 11, "checkpoint": tmp_path / "run.pt", "checkpoint_every": 3}
+    with pytest.raises(Interrupted):
+        fit(*problem(), loader(), callbacks=[interrupt_at(8)], **options)
+    torch.rand(5)
+    assert fit(*problem(), loader(), resume=True, **options).loss == whole.loss
+
+
 def test_random_draws_of_the_objective_are_part_of_the_state(tmp_path):
     x, y = data()
     labels = (y > 0).long() + (y > 0.7).long()

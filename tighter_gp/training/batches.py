@@ -190,7 +190,7 @@ class LoaderBatches(BatchSource):
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
         # A sampler without a generator asks the global one for a seed, and only then.
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return iter(self.loader)
 
     def _batch(self, batch: Any) -> Batch:

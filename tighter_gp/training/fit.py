@@ -292,7 +292,12 @@ class _Trainer:
 
     def seed_step(self, step: int) -> None:
         """Random numbers of a step, other ones in each process."""
-        torch.manual_seed(seed_of(self.seed, step, distributed.rank()))
+        seed = seed_of(self.seed, step, distributed.rank())
+        # torch.manual_seed would seed every kind of device, and walks the stack for those that are not there.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
 
     def failed(self, error: Exception) -> None:
         """Note a step that was not taken; raise if there were too many in a row."""
