@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tighter_gp"
 
 # A module imports from rows above its own, or from its own subpackage.
 LAYERS = (
-    ("_modes", "linalg"),
+    ("_checks", "_modes", "linalg"),
     ("moments",),
     ("bounds",),
     ("conditionals", "jaakkola"),

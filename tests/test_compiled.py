@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import shutil
+import warnings
 
 import gpytorch
 import pytest
 import torch
 
 import tighter_gp
-from tests.test_device import CASES, build
+from tests.test_device import CASES, Softmax, build
 
 # Captures the same graph as the default backend without compiling C++.
-EAGER = {"backend": "aot_eager"}
+EAGER = {"backend": "eager"}
 
 
 def make(case="optimal", dtype=torch.float64, **options):
@@ -46,7 +47,7 @@ def check_against_eager(case, rtol, dtype=torch.float64, **options):
     for name, gradient in gradients(mll).items():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=rtol * max(scale, 1e-3), msg=name)
-    return step
+    assert step.is_compiled
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "tril-natural"])
@@ -128,23 +129,78 @@ def test_changed_hyperparameters_are_seen():
 
 def test_priors_count():
     mll, x, y = make()
-    mll.model.covar_module.register_prior(
-        "scale_prior", gpytorch.priors.GammaPrior(2.0, 3.0), lambda module: module.outputscale
-    )
+    gamma, log_normal = gpytorch.priors.GammaPrior(2.0, 3.0), gpytorch.priors.LogNormalPrior(0.0, 1.0)
+    mll.model.covar_module.register_prior("scale_prior", gamma, lambda module: module.outputscale)
+    mll.likelihood.register_prior("noise_prior", log_normal, lambda module: module.noise)
     step = tighter_gp.CompiledStep(mll, **EAGER)
     torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=1e-9)
+    assert step.is_compiled
+    with pytest.raises(ValueError, match="support"):
+        gamma.log_prob(-torch.ones(1))  # it looks again
 
 
-def test_what_cannot_be_captured_is_named():
-    mll, _, _ = make("bernoulli")
+def test_a_softmax_over_several_functions_is_captured():
+    torch.manual_seed(0)
+    mll = tighter_gp.TighterELBO(gpytorch.likelihoods.SoftmaxLikelihood(3, 3), Softmax().train(), num_data=100)
+    x, y = torch.randn(7, 3), torch.arange(7) % 3
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    with gpytorch.settings.num_likelihood_samples(20_000):
+        loss, eager = step(x, y), -mll(mll.model(x), y).detach()
+    assert step.is_compiled
+    torch.testing.assert_close(loss, eager, rtol=0, atol=0.01)
+
+
+def test_a_mistake_in_the_call_is_an_error_and_not_a_reason_to_fall_back():
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    with pytest.raises(ValueError, match="Targets must have shape"):
+        step(x, y[:3])
+
+
+def unusual(mll):
+    """A model whose kernel asks GPyTorch's way, which reads values."""
     mll.model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PeriodicKernel())
-    with pytest.raises(tighter_gp.CannotCompile, match="ScaleKernel"):
-        tighter_gp.CompiledStep(mll)
-    mll, _, _ = make("bernoulli")
-    mll.likelihood = gpytorch.likelihoods.BernoulliLikelihood()
-    with pytest.raises(tighter_gp.CannotCompile, match="BernoulliLikelihood is not captured"):
-        tighter_gp.CompiledStep(mll)
-    mll, _, _ = make("optimal")
-    mll.model.variational_strategy.conditional = tighter_gp.PerPoint(7)
-    with pytest.raises(tighter_gp.CannotCompile, match="PerPoint is not captured"):
-        tighter_gp.CompiledStep(mll)
+    return mll
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(fused):
+    mll, x, y = make()
+    mll = unusual(mll)
+    step = tighter_gp.CompiledStep(mll, torch.optim.Adam(mll.parameters(), lr=0.01, fused=fused), **EAGER)
+    expected = -mll(mll.model(x), y).detach()
+    with pytest.warns(RuntimeWarning, match=r"not compiled: .*\(in .*\.py:\d+\)"):
+        loss = step(x, y)
+    assert not step.is_compiled
+    torch.testing.assert_close(loss, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(x, y) < loss
+
+
+def test_an_eager_step_that_fails_leaves_the_parameters_alone(monkeypatch):
+    mll, x, y = make()
+    mll = unusual(mll)
+    step = tighter_gp.CompiledStep(mll, torch.optim.Adam(mll.parameters(), lr=0.01), **EAGER)
+    with pytest.warns(RuntimeWarning):
+        step(x, y)
+    before = {name: parameter.detach().clone() for name, parameter in parameters(mll).items()}
+
+    def fail(*args, **kwargs):
+        raise torch.linalg.LinAlgError("not positive definite")
+
+    monkeypatch.setattr(step._loss, "forward", fail)
+    assert step(x, y).isnan()
+    assert step.failed.item() == 1
+    for name, parameter in parameters(mll).items():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
+def test_tables_with_sparse_gradients_run_eagerly():
+    torch.manual_seed(0)
+    model = build(conditional=tighter_gp.PerPoint(9)).train()
+    mll = tighter_gp.TighterELBO(gpytorch.likelihoods.GaussianLikelihood(), model, num_data=9)
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    with pytest.warns(RuntimeWarning, match="not compiled"):
+        step(torch.randn(4, 3), torch.randn(4), index=torch.tensor([1, 0, 5, 8]))
+    assert model.variational_strategy.conditional.raw_m.grad.is_sparse

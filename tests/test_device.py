@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import gpytorch
 import pytest
 import torch
@@ -86,12 +88,17 @@ CASES = {
     "scalar": ({"conditional": "scalar"}, gpytorch.likelihoods.GaussianLikelihood),
     "bernoulli": ({"conditional": "beta"}, tighter_gp.likelihoods.BernoulliLogitLikelihood),
     "poisson": ({"conditional": "scalar"}, tighter_gp.likelihoods.PoissonLikelihood),
+    "curvature": ({"conditional": "curvature"}, tighter_gp.likelihoods.BernoulliLogitLikelihood),
+    "solve-gp bernoulli": (
+        {"strategy": "solve", "conditional": "beta"},
+        tighter_gp.likelihoods.BernoulliLogitLikelihood,
+    ),
 }
 
 
-def step(model, likelihood, x, y):
+def step(model, likelihood, x, y, **kwargs):
     mll = tighter_gp.TighterELBO(likelihood, model, num_data=100)
-    (-mll(model(x), y)).sum().backward()
+    (-mll(model(x, **kwargs), y)).sum().backward()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,8 +115,8 @@ def test_a_step_runs_on_the_meta_device_with_every_tensor_there(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_model_and_objective_read_back_one_value_each(case):
-    """The model: success of the factorisation and finiteness of x. The objective: finiteness of y."""
+def test_a_step_reads_back_one_value(case):
+    """Success of the factorisation and finiteness of x. The targets are looked at where they are, on the host."""
     arguments, likelihood = CASES[case]
     model, likelihood = build(**arguments), likelihood()
     model.train()
@@ -117,14 +124,93 @@ def test_model_and_objective_read_back_one_value_each(case):
     step(model, likelihood, x, y)  # the first call initialises q(u)
     mll = tighter_gp.TighterELBO(likelihood, model, num_data=100)
     with HostReads() as reads:
-        q = model(x)
+        (-mll(model(x), y)).sum().backward()
     assert len(reads.reads) == 1, reads.reads
+
+
+class Softmax(GP):
+    """Three latent functions with one kernel, one set of inducing points and one label a point."""
+
+    def __init__(self):
+        def make(model):
+            q = V.CholeskyVariationalDistribution(5, batch_shape=torch.Size([3]))
+            inner = tighter_gp.TighterVariationalStrategy(model, torch.randn(5, 3), q, conditional="beta")
+            return V.IndependentMultitaskVariationalStrategy(inner, num_tasks=3, task_dim=-1)
+
+        super().__init__(make, kernels()["matern"])
+
+
+def several():
+    """Steps that are not a model with one target a point: name, model, and a step at a device."""
+    softmax = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+
+    def label_step(model, device):
+        step(model, softmax, torch.ones(7, 3, device=device), torch.ones(7, dtype=torch.int64, device=device))
+
+    noise = {device: gpytorch.likelihoods.GaussianLikelihood().to(device) for device in ("cpu", "meta")}
+
+    def row_step(model, device):
+        x, y = torch.ones(7, 3, device=device), torch.ones(7, device=device)
+        step(model, noise[device], x, y, index=rows(device))
+
+    def rows(device):
+        return torch.ones(7, dtype=torch.int64, device=device)
+
+    def latent_step(model, device):
+        elbo = tighter_gp.gplvm.LatentVariableELBO(model.likelihood, model, num_data=20)
+        (-elbo(rows(device), torch.ones(7, 4, device=device))).backward()
+
+    def gplvm(**kwargs):
+        return tighter_gp.gplvm.BayesianGPLVM.from_data(torch.randn(20, 4), latent_dim=2, num_inducing=5, **kwargs)
+
+    return {
+        "softmax": (Softmax, label_step),
+        "per-point": (lambda: build(conditional=tighter_gp.PerPoint(100)), row_step),
+        "gplvm": (gplvm, latent_step),
+        "gplvm beta": (lambda: gplvm(conditional="beta"), latent_step),
+    }
+
+
+@pytest.mark.parametrize("case", several())
+def test_steps_of_other_kinds_run_on_the_meta_device(case):
+    make, take_step = several()[case]
+    model = make().train()
+    take_step(model, "cpu")  # initialises q(u)
+    model = model.to("meta")
+    for parameter in model.parameters():
+        parameter.grad = None
+    with OnlyOn("meta") as mode:
+        take_step(model, "meta")
+    assert mode.count > 50
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", several())
+def test_steps_of_other_kinds_read_back_one_value(case):
+    make, take_step = several()[case]
+    model = make().train()
+    take_step(model, "cpu")
     with HostReads() as reads:
-        loss = -mll(q, y).sum()
-    assert len(reads.reads) <= 1, reads.reads
-    with HostReads() as reads:
-        loss.backward()
-    assert reads.reads == []
+        take_step(model, "cpu")
+    assert len(reads.reads) == 1, reads.reads
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_cuda_waits_for_one_value_without_debug(case):
+    arguments, likelihood = CASES[case]
+    model, likelihood = build(**arguments).cuda().train(), likelihood().cuda()
+    x, y = torch.randn(7, 3).cuda(), torch.ones(*arguments.get("batch", ()), 7).cuda()
+    step(model, likelihood, x, y)
+    with gpytorch.settings.debug(False), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step(model, likelihood, x, y)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in caught if "synchroniz" in str(w.message)]) <= 1, [str(w.message) for w in caught]
 
 
 @pytest.mark.cuda

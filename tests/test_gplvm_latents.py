@@ -103,7 +103,7 @@ def test_parameter_groups_cover_every_parameter_once():
 @pytest.mark.parametrize("index", [torch.tensor([0, 9]), torch.tensor([-1])])
 def test_index_out_of_range_is_an_error(index):
     for latents in (VariationalLatents(torch.randn(9, 3)), EncodedLatents(torch.randn(9, 4), 3)):
-        with pytest.raises(IndexError, match=r"0\.\.8, as there are 9 rows"):
+        with pytest.raises(IndexError, match=r"0\.\.8 for 9 rows"):
             latents(index)
 
 
@@ -248,7 +248,7 @@ def test_bad_data_are_errors():
         VariationalLatents.from_pca(constant, 2)
     with pytest.raises(ValueError, match=r"Columns \[1\] of the data have no observed entry"):
         VariationalLatents.from_pca(empty, 2)
-    with pytest.raises(ValueError, match="between 1 and the 5 columns of the data; got 6"):
+    with pytest.raises(ValueError, match="between 1 and 5, the number of columns of the data; got 6"):
         VariationalLatents.from_pca(y, 6)
     with pytest.raises(ValueError, match="at least as many rows"):
         principal_components(y[:2], 3)
@@ -256,13 +256,21 @@ def test_bad_data_are_errors():
         VariationalLatents.from_pca(y, 2, mask=torch.ones(30, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="5 entries of the data are infinite"):
         principal_components(torch.cat([y, torch.full((1, 5), torch.inf)]), 2)
-    for build in (BayesianGPLVM.from_data, lambda data, dim, _: EncodedLatents(data, dim)):
+    for build in (BayesianGPLVM.from_data, lambda data, dim, _, **mask: EncodedLatents(data, dim, **mask)):
         with pytest.raises(ValueError, match="constant"):
             build(constant, 2, 4)
         with pytest.raises(ValueError, match="no observed entry"):
             build(empty, 2, 4)
         with pytest.raises(ValueError, match="got 6"):
             build(y, 6, 4)
+        with pytest.raises(ValueError, match="shaped like the data"):
+            build(y, 2, 4, mask=torch.ones(29, 5, dtype=torch.bool))
+        # A column that only the mask leaves empty or constant.
+        for value, message in ((torch.arange(30) < 0, "no observed entry"), (torch.arange(30) < 1, "constant")):
+            mask = torch.ones(30, 5, dtype=torch.bool)
+            mask[:, 4] = value
+            with pytest.raises(ValueError, match=message):
+                build(y, 2, 4, mask=mask)
     with pytest.raises(ValueError, match="num_inducing must lie between 1 and the 30 rows"):
         BayesianGPLVM.from_data(y, 2, 31)
 

@@ -15,7 +15,7 @@ from . import (
 )
 from .blocks import Blocks
 from .collapsed import CollapsedGP, collapsed_bound
-from .compiled import CannotCompile, CompiledStep
+from .compiled import CompiledStep
 from .conditionals import PerPoint
 from .diagnostics import Diagnosis, diagnose
 from .full_data import evaluate_bound, set_optimal_q
@@ -30,7 +30,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Blocks",
-    "CannotCompile",
     "CollapsedGP",
     "CompiledStep",
     "Diagnosis",

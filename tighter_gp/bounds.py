@@ -207,6 +207,9 @@ def whitened_kl(q: Whitened) -> Tensor:
     .. math:: \mathrm{KL}[q(w) \,\Vert\, \mathcal N(0, I)]
               = \tfrac12 \bigl( \mathrm{tr}\, S + \lVert m \rVert^2 - M - \log |S| \bigr)
 
+    A large step of Adam can land on a standard deviation of exactly zero, where this is infinite. It counts as the
+    smallest positive number, with no gradient: the value is that of a q(w) next to it, so a bound stays a bound.
+
     :param q: A Gaussian with a triangular ``root`` or a ``stddev``.
     :return: Shape ``...``.
     """
@@ -218,7 +221,9 @@ def whitened_kl(q: Whitened) -> Tensor:
         raise ValueError(
             "whitened_kl needs a Gaussian q(w) with a root or a stddev; got a point mass, whose KL is infinite."
         )
-    return 0.5 * (trace + q.mean.square().sum(-1) - q.mean.size(-1)) - diagonal.abs().log().sum(-1)
+    smallest = torch.finfo(diagonal.dtype).tiny
+    log_root = diagonal.abs().clamp_min(smallest).log().sum(-1)
+    return 0.5 * (trace + q.mean.square().sum(-1) - q.mean.size(-1)) - log_root
 
 
 def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:

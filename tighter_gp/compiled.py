@@ -1,225 +1,170 @@
 r"""A training step as one compiled graph.
 
-What GPyTorch and the optimizer do around it (the mean, features of a deep kernel, constraints of hyperparameters) stays
-eager and small; kernel matrices, Cholesky factor, moments, bound and their backward pass become one graph without a
-value read back to the host.
+The eager step is run once and every tensor operation of it written down, forward and backward, from the raw parameters
+to their gradients: what GPyTorch does in Python (constraints, lazy tensors, caches) is paid for once. The list is then
+compiled. It holds no value read back to the host: what the eager step would look at becomes a flag of the graph.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from types import FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
 
 import torch
-from gpytorch.settings import _linalg_dtype_cholesky
+from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from .bounds import (
-    gaussian_expected_log_prob,
-    optimal_scale,
-    optimal_scale_penalty,
-    scale_penalty,
-    whitened_kl,
-)
-from .conditionals import BetaConditional, Conditional, OptimalConditional, ScalarConditional
-from .kernels.lowering import LoweredKernel
-from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
-from .likelihoods.bernoulli_logit_likelihood import logit_expected_log_prob
-from .likelihoods.poisson_likelihood import poisson_expected_log_prob
-from .likelihoods.properties import gaussian_noise, is_gaussian
-from .mlls import TighterELBO
-from .moments import Moments, Whitened, fused_moments, orthogonal_cholesky
-from .strategies._tighter_strategy import _TighterStrategy, lower_lazy
+from ._checks import NUMERICAL_ERRORS, deferred_checks
+from .linalg import full_precision
+
+Graph = Callable[..., tuple[Tensor, ...]]
 
 
-class CannotCompile(TypeError):
-    """The model has a part that cannot be captured; the message names it."""
+class _Loss(torch.nn.Module):
+    """Minus an objective as a function of the batch, with every parameter and buffer below it."""
 
+    def __init__(self, mll: MarginalLogLikelihood) -> None:
+        super().__init__()
+        self.mll = mll
 
-class _Inputs(NamedTuple):
-    r"""Everything the graph reads, as tensors.
-
-    :param features: Inducing points then data, as the kernel sees them, ``... x (M + B) x D``.
-    :param prior_mean: Prior mean at the data, ``... x B``.
-    :param target: :math:`y`, ``... x B``.
-    :param likelihood: What the likelihood brings: :math:`\sigma_n^2`, or nodes and weights of a quadrature.
-    :param conditional: The parameter of the conditional, or nothing.
-    :param values: Hyperparameters of the kernel.
-    :param parts: The factors of q(w).
-    """
-
-    features: Tensor
-    prior_mean: Tensor
-    target: Tensor
-    likelihood: tuple[Tensor, ...]
-    conditional: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    parts: tuple[tuple[Tensor | None, ...], ...]
-
-
-class _Plan(NamedTuple):
-    """What the graph is made of besides tensors: plain numbers and functions of tensors."""
-
-    covariance: Callable[..., Tensor]
-    variance: Callable[..., Tensor]
-    expected_log_prob: Callable[..., Tensor]
-    scale_and_penalty: Callable[..., tuple[Tensor, Tensor]]
-    num_inducing: int
-    num_points: int
-    jitter: float
-    precision: torch.dtype
-    wide: torch.dtype
-    num_data: int
-    beta: float
-    is_scalar: tuple[bool, ...]
-    is_scalar_choice: tuple[bool, ...]
-
-
-def _pack(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors without a dimension get one: torch would read their values for its guards."""
-    return tuple(tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors)
-
-
-def _unpack(tensors: Sequence[Tensor], is_scalar: Sequence[bool]) -> tuple[Tensor, ...]:
-    return tuple(tensor.reshape(()) if scalar else tensor for tensor, scalar in zip(tensors, is_scalar, strict=True))
-
-
-def _make_loss(plan: _Plan) -> Callable[[_Inputs], tuple[Tensor, Tensor]]:
-    """The graph: from kernel inputs to the loss, and whether it is unusable."""
-
-    def loss(inputs: _Inputs) -> tuple[Tensor, Tensor]:
-        # As in the eager step: the precision of the factor where the jitter is small.
-        features = inputs.features.to(plan.wide)
-        z, data = features[..., : plan.num_points, :], features[..., plan.num_points :, :]
-        inputs = inputs._replace(
-            values=tuple(value.to(plan.wide) for value in _unpack(inputs.values, plan.is_scalar)),
-            conditional=_unpack(inputs.conditional, plan.is_scalar_choice),
-        )
-        parts = [Whitened(*part) for part in inputs.parts]  # type: ignore[arg-type]
-        inducing_covar = plan.covariance(inputs.values, z, z)
-        matrix = inducing_covar.detach().to(plan.precision)
-        matrix = matrix + plan.jitter * torch.eye(plan.num_points, dtype=matrix.dtype, device=matrix.device)
-        failures = []
-
-        def factorize(block: Tensor, name: str) -> Tensor:
-            factor, info = torch.linalg.cholesky_ex(block)
-            failures.append((info != 0).any())
-            return factor
-
-        if plan.num_inducing == plan.num_points:
-            chol = factorize(matrix, "K_ZZ")
-        else:
-            chol = orthogonal_cholesky(matrix, plan.num_inducing, factorize)
-        cross, prior_variance = plan.covariance(inputs.values, z, data), plan.variance(inputs.values, data)
-        wide = [part.to(plan.wide) for part in parts]
-        moments = fused_moments(inducing_covar, chol, cross, prior_variance, *wide)
-        moments = Moments(*(moment.to(inputs.prior_mean.dtype) for moment in moments))
-        scale, penalty = plan.scale_and_penalty(moments.residual, inputs, plan.beta)
-        variance = moments.explained + plan.jitter + scale * moments.residual
-        log_prob = plan.expected_log_prob(inputs.target, inputs.prior_mean + moments.mean, variance, *inputs.likelihood)
-        kl_divergence = whitened_kl(parts[0])
-        for part in parts[1:]:
-            kl_divergence = kl_divergence + whitened_kl(part)
-        value = plan.beta * kl_divergence / plan.num_data - (log_prob - plan.beta * penalty).mean(-1)
-        return value, torch.stack([*failures, ~torch.isfinite(value).all()]).any()
-
-    # torch counts compilations for each code object and stops at a few: give every step its own.
-    return FunctionType(loss.__code__.replace(), loss.__globals__, loss.__name__, loss.__defaults__, loss.__closure__)
+    def forward(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        kwargs = dict(kwargs)
+        call = {"index": kwargs.pop("index")} if "index" in kwargs else {}
+        return -self.mll(self.mll.model(x, **call), target, **kwargs)
 
 
 class CompiledStep:
     r"""
     One training step, compiled: ``loss = step(x, y)`` computes the loss, its gradients, and updates the parameters.
 
-    Same numbers as ``-mll(model(x), y)`` and ``backward()``, to rounding. The first call with a batch of another shape
-    compiles again, once for each shape, so keep the batch size fixed and let the last batch of an epoch be smaller.
-    A step whose factorisation fails, or whose loss is not finite, leaves the parameters as they were; ``step.failed`` counts
-    such steps on the device, and nothing is read back to the host if the optimizer is ``torch.optim.Adam(fused=True)``
-    (other optimizers cost one reading a step).
+    Same numbers as ``-mll(model(x), y)`` and ``backward()``, to rounding; an objective that samples, as for a softmax,
+    draws other numbers. A batch of another shape is compiled again, once for each shape, so keep the batch size fixed and
+    let the last batch of an epoch be smaller. A step whose factorisation fails, or whose loss is not finite, returns NaN
+    and leaves the parameters as they were; ``step.failed`` counts such steps on the device, and nothing is read back to
+    the host if the optimizer is ``torch.optim.Adam(fused=True)`` (other optimizers cost one reading a step).
 
-    Captured are the kernels of :mod:`tighter_gp.kernels.lowering`, Gaussian noise, :class:`BernoulliLogitLikelihood` and
-    :class:`PoissonLikelihood`, and the conditionals ``"optimal"``, ``"beta"`` and ``"scalar"`` of a single-output model
-    or a batch of them. Anything else raises :class:`CannotCompile` when the step is built.
+    What an eager step can do without looking at values can be captured: the kernels of
+    :mod:`tighter_gp.kernels.lowering`, Gaussian noise, :class:`BernoulliLogitLikelihood`, :class:`PoissonLikelihood`
+    and softmax, all strategies and GPyTorch's wrappers around them. For anything else a warning says what stood in the
+    way, and steps are eager.
 
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.
     :param options: Passed to :func:`torch.compile`.
     :ivar torch.Tensor failed: Number of steps that were not taken, on the device of the model.
+    :ivar bool is_compiled: Whether the last step was a compiled one.
 
     Example:
         >>> optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01, fused=True)
-        >>> step = tighter_gp.CompiledStep(mll, optimizer)  # doctest: +SKIP
-        >>> loss = step(train_x, train_y)  # doctest: +SKIP
+        >>> step = tighter_gp.CompiledStep(tighter_gp.TighterELBO(likelihood, model, 40), optimizer, backend="aot_eager")
+        >>> loss = step(train_x, train_y)
+        >>> step.is_compiled
+        True
     """
 
-    def __init__(self, mll: TighterELBO, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> None:
+    def __init__(
+        self, mll: MarginalLogLikelihood, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    ) -> None:
         self.mll, self.optimizer = mll, optimizer
-        strategy = mll.model.variational_strategy
-        if not isinstance(strategy, _TighterStrategy):
-            raise CannotCompile(f"{type(strategy).__name__} around the strategy is not captured.")
-        self.strategy = strategy
-        if not strategy.conditional.is_learned and any(True for _ in mll.model.added_loss_terms()):
-            raise CannotCompile("Added loss terms are not captured.")
-        points = strategy._all_points(strategy.inducing_points)
-        lowered = self._kernel(strategy.model.forward(points).lazy_covariance_matrix)
-        plan = _Plan(
-            lowered.covariance,
-            lowered.variance,
-            _expected_log_prob(mll.likelihood),
-            _scale_and_penalty(strategy.conditional, is_gaussian(mll.likelihood)),
-            strategy.inducing_points.size(-2),
-            points.size(-2),
-            strategy.jitter_val,
-            _linalg_dtype_cholesky.value(),
-            strategy._precision(points.dtype),
-            mll.num_data,
-            mll.beta,
-            tuple(value.dim() == 0 for value in lowered.values),
-            tuple(value.dim() == 0 for value in self._choice()),
-        )
-        self.failed = torch.zeros((), dtype=torch.int64, device=points.device)
-        self._graph = torch.compile(_make_loss(plan), **{"fullgraph": True, "dynamic": False, **options})
-        self._seen: set[torch.Size] = set()
+        self.options = {"fullgraph": True, "dynamic": False, **options}
+        self._loss = _Loss(mll)
+        self._parameters = dict(self._loss.named_parameters())
+        self._buffers = {name: buffer for name, buffer in self._loss.named_buffers() if buffer.is_floating_point()}
+        self._device = next(iter(self._parameters.values())).device
+        self._graphs: dict[tuple, Graph | None] = {}
         self._is_fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
-
-    @staticmethod
-    def _kernel(covar: Any) -> LoweredKernel:
-        lowered = lower_lazy(covar)
-        if lowered is None:
-            kernel = getattr(covar, "kernel", covar)
-            raise CannotCompile(f"{type(kernel).__name__} is not one of the kernels that can be captured.")
-        return lowered
+        self.failed = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.is_compiled = False
 
     def __call__(self, x: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-        """Take one step on a batch; returns the loss, :math:`-` the bound per datum, without a graph."""
-        if not self.strategy.training or not self.strategy._is_initialized():
-            # First-call work and checks of shapes are GPyTorch's and eager.
-            with torch.no_grad():
-                self.mll(self.mll.model.train()(x), target, **kwargs)
-        inputs = self._inputs(x, target, **kwargs)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        with nullcontext() if x.shape in self._seen else warnings.catch_warnings():
-            if x.shape not in self._seen:
-                warnings.simplefilter("ignore")  # what torch says to itself while it traces
-                self._seen.add(x.shape)
-            loss, failed = self._graph(inputs)
-            for _, module, prior, closure, _ in self.mll.named_priors():
-                loss = loss - prior.log_prob(closure(module)).sum() / self.mll.num_data
-            loss.sum().backward()
+        """Take one step on a batch; returns the loss, minus the bound per datum, without a graph.
+
+        :param kwargs: Passed to the objective, such as ``noise=``; ``index=`` goes to the model.
+        """
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        # What the graph is made of besides the values of tensors.
+        key = (
+            *((value.shape, value.dtype) for value in (x, target, *tensors.values())),
+            *((name, value) for name, value in kwargs.items() if name not in tensors),
+            *(parameter.requires_grad for parameter in self._parameters.values()),
+            getattr(self.mll, "num_data", None),
+            getattr(self.mll, "beta", None),
+        )
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(x, target, tensors, kwargs)
+        graph = self._graphs[key]
+        self.is_compiled = graph is not None
+        loss, failed = self._eager(x, target, kwargs) if graph is None else self._run(graph, x, target, tensors)
+        self.failed += failed
         if self.optimizer is not None:
             self._update(failed)
-        self.failed += failed
-        return loss.detach()
+        return loss
 
-    def _choice(self) -> tuple[Tensor, ...]:
-        """The parameter of the conditional, if it has one."""
-        conditional = self.strategy.conditional
-        names = {BetaConditional: ("beta",), ScalarConditional: ("m",)}.get(type(conditional), ())
-        return tuple(getattr(conditional, name) for name in names)
+    def _run(self, graph: Graph, x: Tensor, target: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), full_precision(self._device.type):
+            loss, failed, *gradients = graph(self._values(), x, target, tensors)
+        for parameter, gradient in zip(self._trained().values(), gradients, strict=True):
+            parameter.grad = gradient
+        return loss, failed
+
+    def _eager(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        self.mll.zero_grad(set_to_none=True)
+        try:
+            loss = self._loss(x, target, kwargs)
+            loss.sum().backward()
+        except NUMERICAL_ERRORS:
+            loss = torch.full((), torch.nan, device=self._device)
+        return loss.detach(), ~torch.isfinite(loss.detach()).all()
+
+    def _values(self) -> dict[str, Tensor]:
+        """Parameters and buffers. Those without a dimension get one: torch would read their values for its guards."""
+        return {
+            name: value.detach() if value.dim() else value.detach().reshape(1)
+            for name, value in (*self._parameters.items(), *self._buffers.items())
+        }
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def _capture(self, x: Tensor, target: Tensor, tensors: dict[str, Tensor], kwargs: dict[str, Any]) -> Graph | None:
+        """The compiled graph of a step on batches of this shape, or None and a warning."""
+        self.mll.train()
+        trained, device = list(self._trained()), self._device.type
+
+        shapes = {name: value.shape for name, value in (*self._parameters.items(), *self._buffers.items())}
+
+        def step(
+            values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]
+        ) -> tuple[Tensor, ...]:
+            """The loss, NaN if it cannot be used; whether it can not; and the gradients of what is trained."""
+            values = {name: value.detach().reshape(shapes[name]) for name, value in values.items()}
+            for name in trained:
+                values[name].requires_grad_()
+            with torch.enable_grad(), deferred_checks() as passed:
+                loss = functional_call(self._loss, values, (x, target, {**kwargs, **tensors}))
+                leaves = [values[name] for name in trained]
+                gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
+            failed = ~torch.stack([*passed, torch.isfinite(loss).all()]).all()
+            return torch.where(failed, torch.nan, loss).detach(), failed, *gradients
+
+        arguments = (self._values(), x, target, tensors)
+        with torch.no_grad():
+            self._loss(x, target, kwargs)  # GPyTorch's first-call work, and its checks of what came
+        try:
+            with warnings.catch_warnings(), torch.no_grad(), full_precision(device), _unvalidated_priors(self.mll):
+                warnings.simplefilter("ignore")  # what torch says to itself
+                graph = torch.compile(make_fx(step)(*arguments), **self.options)
+                graph(*arguments)
+        except Exception as error:
+            warnings.warn(f"The step is not compiled: {_reason(error)}", RuntimeWarning, stacklevel=3)
+            return None
+        return graph
 
     def _update(self, failed: Tensor) -> None:
         assert self.optimizer is not None
@@ -231,60 +176,26 @@ class CompiledStep:
         elif not bool(failed):
             self.optimizer.step()
 
-    def _inputs(self, x: Tensor, target: Tensor, **kwargs: Any) -> _Inputs:
-        strategy, inducing_points = self.strategy, self.strategy.inducing_points
-        if inducing_points.shape[:-2] != x.shape[:-2]:
-            x, inducing_points = strategy._expand_inputs(x, inducing_points)
-        points = strategy._all_points(inducing_points)
-        prior = strategy.model.forward(torch.cat([points, x], dim=-2))
-        covar, prior_mean = prior.lazy_covariance_matrix, prior.mean[..., points.size(-2) :]
-        return _Inputs(
-            covar.x1,
-            prior_mean,
-            target,
-            _likelihood_tensors(self.mll.likelihood, prior_mean, **kwargs),
-            _pack(self._choice()),
-            _pack(self._kernel(covar).values),
-            tuple(tuple(part) for part in strategy._whitened_parts()),
-        )
+
+@contextmanager
+def _unvalidated_priors(mll: MarginalLogLikelihood) -> Iterator[None]:
+    """Priors do not look at their arguments for the length of the block."""
+    priors = [prior for _, _, prior, _, _ in mll.named_priors()]
+    distributions = [d for prior in priors for d in (prior, getattr(prior, "base_dist", None)) if d is not None]
+    validates = [distribution._validate_args for distribution in distributions]
+    for distribution in distributions:
+        distribution._validate_args = False
+    try:
+        yield
+    finally:
+        for distribution, validate in zip(distributions, validates, strict=True):
+            distribution._validate_args = validate
 
 
-def _scale_and_penalty(
-    conditional: Conditional, gaussian: bool
-) -> Callable[[Tensor, _Inputs, float], tuple[Tensor, Tensor]]:
-    """From the residual to scale and penalty."""
-
-    def at_precision(residual: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-        return optimal_scale(residual, precision), optimal_scale_penalty(residual, precision)
-
-    kinds: dict[type, Callable[[Tensor, _Inputs, float], tuple[Tensor, Tensor]]] = {
-        BetaConditional: lambda d, inputs, _: at_precision(d, inputs.conditional[0].reciprocal().unsqueeze(-1)),
-        ScalarConditional: lambda d, inputs, _: (
-            inputs.conditional[0].unsqueeze(-1),
-            scale_penalty(inputs.conditional[0]).unsqueeze(-1),
-        ),
-    }
-    if gaussian:
-        kinds[OptimalConditional] = lambda d, inputs, beta: at_precision(d, (beta * inputs.likelihood[0]).reciprocal())
-    if type(conditional) not in kinds:
-        raise CannotCompile(f"{type(conditional).__name__} is not captured.")
-    return kinds[type(conditional)]
-
-
-def _expected_log_prob(likelihood: Any) -> Callable[..., Tensor]:
-    """From the marginals of q(f) to the expected log likelihood of each point."""
-    if is_gaussian(likelihood):
-        return gaussian_expected_log_prob
-    if type(likelihood) is BernoulliLogitLikelihood:
-        return logit_expected_log_prob
-    if type(likelihood) is PoissonLikelihood:
-        return poisson_expected_log_prob
-    raise CannotCompile(f"{type(likelihood).__name__} is not captured.")
-
-
-def _likelihood_tensors(likelihood: Any, prior_mean: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-    if is_gaussian(likelihood):
-        return (gaussian_noise(likelihood, prior_mean.shape[:-1], prior_mean.shape[-1:], **kwargs),)
-    if isinstance(likelihood, BernoulliLogitLikelihood):
-        return likelihood.quadrature.locations.to(prior_mean), likelihood.quadrature.weights.to(prior_mean)
-    return ()
+def _reason(error: Exception) -> str:
+    """What stood in the way of a graph, and where outside of torch it was."""
+    torch_folder = str(Path(torch.__file__).parent)
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(torch_folder)]
+    place = frames[-1]
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"{first_line} (in {place.name}, {Path(place.filename).name}:{place.lineno})"

@@ -24,6 +24,7 @@ from gpytorch.constraints import Interval, Positive
 from gpytorch.priors import Prior
 from torch import Tensor
 
+from ._checks import check_range
 from .bounds import optimal_scale, optimal_scale_penalty, scale_penalty
 
 
@@ -349,11 +350,7 @@ def checked_index(index: Tensor, num_points: int, num_data: int, name: str) -> T
             f"{name} needs one integer index a row of x, shape ({num_points},); "
             f"got {str(index.dtype).removeprefix('torch.')} of shape {tuple(index.shape)}."
         )
-    if not index.is_meta and bool(((index < 0) | (index >= num_data)).any()):
-        raise IndexError(
-            f"index must lie in 0..{num_data - 1} for {name}(num_data={num_data}); "
-            f"got values from {int(index.min())} to {int(index.max())}."
-        )
+    check_range(index, num_data, f"{name}(num_data={num_data})")
     return index
 
 

@@ -13,7 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linalg import cholesky, once_differentiable, project, residual_variance
+from .linalg import (
+    cholesky,
+    once_differentiable,
+    project,
+    residual_variance,
+    solve_lower,
+    solve_lower_transposed,
+)
 
 
 class Whitened(NamedTuple):
@@ -169,10 +176,10 @@ class _FusedMoments(torch.autograd.Function):
             grad_q_mean = (rows @ grad_mean.unsqueeze(-1)).squeeze(-1).sum_to_size(q.mean.shape)
             grads += [grad_q_mean, grad_root, grad_stddev]
 
-        grad_cross = torch.linalg.solve_triangular(chol.to(projection.dtype).mT, grad_projection, upper=True)
+        grad_cross = solve_lower_transposed(chol.to(projection.dtype), grad_projection)
         # L' dL = -dA A', so the derivative of the factor never needs dL itself.
         inner = _half_lower((grad_projection @ projection.mT).to(chol.dtype))
-        outer = torch.linalg.solve_triangular(chol.mT, inner, upper=True)
+        outer = solve_lower_transposed(chol, inner)
         outer = torch.linalg.solve_triangular(chol, outer, upper=False, left=False)
         grad_inducing = (-0.5 * (outer + outer.mT)).to(projection.dtype).sum_to_size(inducing_shape)
         return (
@@ -241,7 +248,7 @@ def whitened_from_gram(gram: Tensor, linear: Tensor) -> Whitened:
     mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)
     identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device).expand_as(factor)
     # B^{-1} = F^{-T} F^{-1}: its root is upper triangular.
-    return Whitened(mean, torch.linalg.solve_triangular(factor.mT, identity, upper=True))
+    return Whitened(mean, solve_lower_transposed(factor, identity))
 
 
 def add_identity(gram: Tensor) -> Tensor:
@@ -282,7 +289,7 @@ def orthogonal_cholesky(
     factor = factorize(top[..., :num_inducing], "K_ZZ")
     if not rest:
         return factor
-    whitened = torch.linalg.solve_triangular(factor, top[..., num_inducing:], upper=False)
+    whitened = solve_lower(factor, top[..., num_inducing:])
     orthogonal = factorize(bottom[..., num_inducing:] - whitened.mT @ whitened, "C_OO")
     return _stack_rows(factor, torch.cat([whitened.mT, orthogonal], dim=-1))
 

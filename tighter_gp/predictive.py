@@ -30,7 +30,7 @@ from .latent import (
     require_gaussian,
 )
 from .likelihoods.properties import gaussian_noise
-from .linalg import cholesky
+from .linalg import cholesky, solve_lower
 
 LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
 
@@ -198,7 +198,7 @@ class _Reducer:
         training = self.training
         cross = self.latent.residual_covariance(training.x, x, training.projection, points.projection.double())
         if self.last_term == "optimal":
-            return torch.linalg.solve_triangular(self.factor, cross, upper=False).square().sum(-2)
+            return solve_lower(self.factor, cross).square().sum(-2)
         if self.last_term == "diagonal":
             weight = (1 - training.scale) / training.residual.clamp_min(torch.finfo(torch.float64).tiny)
             return (weight.unsqueeze(-1) * cross.square()).sum(-2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from ..strategies import TighterVariationalStrategy
-from .data import as_observed, principal_components
+from .data import as_observed, check_inducing_points, check_latent_dim, principal_components
 from .inference import infer_latents
 from .latent_variables import Latents, VariationalLatents
 from .reconstruction import Reconstruction, log_density, reconstruct
@@ -72,13 +72,8 @@ class BayesianGPLVM(ApproximateGP):
         **kwargs: Any,
     ) -> None:
         latent_dim = latents.latent_dim
-        if inducing_points.dim() != 2 or inducing_points.size(-1) != latent_dim:
-            raise ValueError(
-                f"inducing_points must have shape M x {latent_dim}, one set for all outputs; got "
-                f"{tuple(inducing_points.shape)}."
-            )
-        if not 1 <= latent_dim <= num_outputs:
-            raise ValueError(f"latent_dim={latent_dim} must not exceed the number of outputs, {num_outputs}.")
+        check_inducing_points(inducing_points, latent_dim)
+        check_latent_dim(latent_dim, num_outputs)
         batch_shape = torch.Size([num_outputs])
         q = variational_distribution(inducing_points.size(0), batch_shape=batch_shape)
         super().__init__(variational_strategy(self, inducing_points, q, **kwargs))

@@ -22,7 +22,7 @@ from .collapsed import (
     statistics,
     tighter_bound,
 )
-from .data import as_observed, check_columns
+from .data import as_observed, check_columns, check_inducing_points, check_latent_dim
 from .latent_variables import VariationalLatents
 
 BOUNDS = ("tighter", "constant", "standard")
@@ -95,10 +95,8 @@ class CollapsedBayesianGPLVM(Module):
         if targets.size(0) != latents.num_data:
             raise ValueError(f"There are {targets.size(0)} rows of data for {latents.num_data} latents.")
         latent_dim, num_outputs = latents.latent_dim, targets.size(-1)
-        if not 1 <= latent_dim <= num_outputs:
-            raise ValueError(f"latent_dim={latent_dim} must not exceed the number of outputs, {num_outputs}.")
-        if inducing_points.dim() != 2 or inducing_points.size(-1) != latent_dim:
-            raise ValueError(f"inducing_points must have shape M x {latent_dim}; got {tuple(inducing_points.shape)}.")
+        check_latent_dim(latent_dim, num_outputs)
+        check_inducing_points(inducing_points, latent_dim)
         covar_module = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)) if covar_module is None else covar_module
         base: Any = getattr(covar_module, "base_kernel", None)
         if type(covar_module) is not ScaleKernel or type(base) is not RBFKernel or base.active_dims is not None:

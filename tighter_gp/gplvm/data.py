@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .._checks import host_values
 
 
 def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -27,12 +30,12 @@ def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = 
             )
         targets = targets.to(torch.get_default_dtype()) if not targets.is_floating_point() else targets
         targets = torch.where(mask, targets, torch.full_like(targets, torch.nan))
-    observed = ~torch.isnan(targets)
-    if bool(torch.isinf(targets).any()):
-        raise ValueError(
-            f"{int(torch.isinf(targets).sum())} entries of the data are infinite; mark them missing with NaN."
-        )
-    return targets, None if bool(observed.all()) else observed
+    values = host_values(targets)
+    if values is None:
+        return targets, ~torch.isnan(targets)
+    if np.isinf(values).any():
+        raise ValueError(f"{np.isinf(values).sum()} entries of the data are infinite; mark them missing with NaN.")
+    return targets, ~torch.isnan(targets) if np.isnan(values).any() else None
 
 
 def check_columns(targets: Tensor) -> None:
@@ -47,6 +50,29 @@ def check_columns(targets: Tensor) -> None:
     if constant:
         raise ValueError(
             f"Columns {constant} of the data are constant, so their noise would shrink to zero; drop them."
+        )
+
+
+def check_latent_dim(latent_dim: int, num_outputs: int) -> None:
+    """Raise unless there are at most as many latent dimensions as columns of the data."""
+    if not 1 <= latent_dim <= num_outputs:
+        raise ValueError(
+            f"latent_dim must lie between 1 and {num_outputs}, the number of columns of the data; got {latent_dim}."
+        )
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise unless there is at least one of something."""
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def check_inducing_points(inducing_points: Tensor, latent_dim: int) -> None:
+    """Raise unless the inducing points are one set in the latent space."""
+    if inducing_points.dim() != 2 or inducing_points.size(-1) != latent_dim:
+        raise ValueError(
+            f"inducing_points must have shape M x {latent_dim}, one set for all outputs; got "
+            f"{tuple(inducing_points.shape)}."
         )
 
 
@@ -76,8 +102,7 @@ def principal_components(targets: Tensor, latent_dim: int, mask: Tensor | None =
     targets, _ = as_observed(targets, mask)
     check_columns(targets)
     num_data, num_outputs = targets.shape
-    if not 1 <= latent_dim <= num_outputs:
-        raise ValueError(f"latent_dim must lie between 1 and the {num_outputs} columns of the data; got {latent_dim}.")
+    check_latent_dim(latent_dim, num_outputs)
     if latent_dim > num_data:
         raise ValueError(f"latent_dim={latent_dim} needs at least as many rows of data; got {num_data}.")
     centred = targets - targets.nanmean(0)

@@ -15,9 +15,10 @@ from torch.distributions import Normal
 
 from .._modes import chunks, temporary_mode
 from ..conditionals import PerPoint
+from ..likelihoods.properties import filled
 from ..mlls import TighterELBO
 from ..strategies._tighter_strategy import _TighterStrategy
-from .data import as_observed
+from .data import as_observed, check_count
 
 
 class LatentELBOTerms(NamedTuple):
@@ -119,6 +120,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         :param kwargs: Passed to the likelihood.
         :return: The bound per datum, or :class:`LatentELBOTerms`.
         """
+        check_count("num_samples", num_samples)
         q_x = self.model.latents.q(index)
         return self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
 
@@ -192,6 +194,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         """
         if target.size(0) != self.num_data:
             raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {target.size(0)}.")
+        check_count("num_samples", num_samples)
         target, _ = as_observed(target, mask, self.model.num_outputs)
         total = torch.zeros((), dtype=target.dtype, device=target.device)
         with temporary_mode(self.model, False), temporary_mode(self.model.variational_strategy, True):
@@ -221,8 +224,5 @@ class _ObservedLikelihood(Likelihood):
 def where_observed(function: Any, observations: Tensor, function_dist: MultivariateNormal, **kwargs: Any) -> Tensor:
     """A likelihood's value at the observed targets and zero elsewhere; only valid targets are put in."""
     observed = ~torch.isnan(observations)
-    # Any target of the batch is in the likelihood's support.
-    valid = torch.where(observed, observations, -torch.inf).amax()
-    valid = torch.where(torch.isfinite(valid), valid, torch.zeros_like(valid))
-    value = function(torch.where(observed, observations, valid), function_dist, **kwargs)
+    value = function(filled(observations, observed), function_dist, **kwargs)
     return torch.where(observed, value, torch.zeros_like(value))

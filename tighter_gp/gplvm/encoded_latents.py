@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 from torch.nn.functional import softplus
 
-from .data import as_observed, check_columns
+from .data import as_observed, check_columns, check_latent_dim
 from .latent_variables import Latents
 from .prior import LatentPrior
 
@@ -52,10 +52,7 @@ class EncodedLatents(Latents):
         targets, _ = as_observed(targets, mask)
         check_columns(targets)
         num_outputs = targets.size(-1)
-        if not 1 <= latent_dim <= num_outputs:
-            raise ValueError(
-                f"latent_dim must lie between 1 and the {num_outputs} columns of the data; got {latent_dim}."
-            )
+        check_latent_dim(latent_dim, num_outputs)
         self.num_data, self.latent_dim, self.encode_mask = targets.size(0), latent_dim, encode_mask
         self.register_buffer("targets", targets, persistent=False)
         self.register_buffer("column_mean", targets.nanmean(0))

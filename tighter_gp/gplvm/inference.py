@@ -12,7 +12,7 @@ from torch.distributions import Normal
 from .._modes import chunks, temporary_mode
 from ..conditionals import PerPoint
 from ..mlls import TighterELBO
-from .data import as_observed
+from .data import as_observed, check_count
 from .elbo import LatentVariableELBO
 from .encoded_latents import EncodedLatents
 from .latent_variables import VariationalLatents
@@ -54,7 +54,10 @@ def infer_latents(
         >>> q_x = model.infer_latents(Y_new)
         >>> filled = torch.where(torch.isnan(Y_new), model.reconstruct(q_x).mean, Y_new)
     """
+    check_count("num_samples", num_samples)
+    check_count("num_candidates", num_candidates)
     targets, _ = as_observed(targets, mask, model.num_outputs)
+    check_count("The number of new rows", targets.size(0))
     targets = targets.to(model.variational_strategy.inducing_points)
     if isinstance(getattr(model.variational_strategy, "conditional", None), PerPoint):
         raise TypeError("PerPoint has a scale for each training row and none for new ones; use another conditional.")
@@ -83,8 +86,6 @@ class _Candidates(NamedTuple):
 @torch.no_grad()
 def _candidates(model: Any, num_candidates: int, generator: torch.Generator | None) -> _Candidates:
     num_data, device = model.latents.num_data, model.variational_strategy.inducing_points.device
-    if num_candidates < 1:
-        raise ValueError(f"num_candidates must be at least 1; got {num_candidates}.")
     if num_candidates < num_data:
         where = device if generator is None else generator.device
         index = torch.randperm(num_data, generator=generator, device=where)[:num_candidates].to(device)

@@ -13,6 +13,7 @@ from torch.distributions import Distribution, Normal
 from torch.nn import Parameter
 from torch.nn.functional import embedding
 
+from .._checks import check_range
 from ..conditionals import PerPoint
 from .data import principal_components
 from .prior import LatentPrior
@@ -50,11 +51,7 @@ class Latents(Module, ABC):
                 "index must be a vector of integers, the rows of the data in this batch; got "
                 f"{str(index.dtype).removeprefix('torch.')} of shape {tuple(index.shape)}."
             )
-        if index.numel() and bool(((index < 0) | (index >= self.num_data)).any()):
-            raise IndexError(
-                f"index must lie in 0..{self.num_data - 1}, as there are {self.num_data} rows; got values from "
-                f"{int(index.min())} to {int(index.max())}."
-            )
+        check_range(index, self.num_data, f"{self.num_data} rows")
 
 
 class VariationalLatents(Latents):

@@ -14,7 +14,7 @@ from torch.distributions import Normal
 from .._modes import chunks, temporary_mode
 from ..predictive import predict
 from ..strategies._tighter_strategy import _TighterStrategy
-from .data import as_observed
+from .data import as_observed, check_count
 from .elbo import where_observed
 
 
@@ -43,7 +43,9 @@ def _draws(x: Normal | Tensor, rows: slice, num_samples: int, generator: torch.G
     return mean + stddev * noise
 
 
-def _check_latents(model: Any, x: Normal | Tensor) -> int:
+def _check_latents(model: Any, x: Normal | Tensor, num_samples: int) -> int:
+    """The number of rows."""
+    check_count("num_samples", num_samples)
     shape = x.shape if isinstance(x, Tensor) else x.batch_shape
     if len(shape) != 2 or shape[-1] != model.latents.latent_dim:
         raise ValueError(f"Latents must have shape B x {model.latents.latent_dim}; got {tuple(shape)}.")
@@ -70,7 +72,7 @@ def reconstruct(
     Example:
         >>> mean, variance = model.reconstruct(model.infer_latents(Y_new))
     """
-    num_rows = _check_latents(model, x)
+    num_rows = _check_latents(model, x, num_samples)
     num_samples = 1 if isinstance(x, Tensor) else num_samples
     means, variances = [], []
     with temporary_mode(model, False):
@@ -110,12 +112,13 @@ def log_density(
     """
     targets, _ = as_observed(targets, mask, model.num_outputs)
     targets = targets.to(model.variational_strategy.inducing_points)
-    if targets.size(0) != _check_latents(model, x):
-        raise ValueError(f"There are {targets.size(0)} rows of data for {_check_latents(model, x)} latents.")
+    num_rows = _check_latents(model, x, num_samples)
+    if targets.size(0) != num_rows:
+        raise ValueError(f"There are {targets.size(0)} rows of data for {num_rows} latents.")
     num_samples = 1 if isinstance(x, Tensor) else num_samples
     values = []
     with temporary_mode(model, False):
-        for rows in chunks(targets.size(0), max(1, batch_size // num_samples)):
+        for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
             q_f = _decode(model, points.flatten(0, 1))
             repeated = targets[rows].mT.repeat(1, num_samples)

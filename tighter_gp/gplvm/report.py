@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,9 @@ from .reconstruction import reconstruct
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Labels differ in more than colour.
+_MARKERS = "o^sDvP"
 
 
 class Relevance(NamedTuple):
@@ -106,9 +110,9 @@ def plot_latents(
     if names is None:
         ax.scatter(points[:, 0], points[:, 1], s=8, linewidths=0)
     else:
-        for name in sorted(set(names)):
+        for name, marker in zip(sorted(set(names)), itertools.cycle(_MARKERS), strict=False):
             rows = [label == name for label in names]
-            ax.scatter(points[rows, 0], points[rows, 1], s=8, linewidths=0, label=str(name))
+            ax.scatter(points[rows, 0], points[rows, 1], s=10, marker=marker, linewidths=0, label=str(name))
     inducing = model.variational_strategy.inducing_points.detach()[:, chosen].cpu().numpy()
     ax.scatter(inducing[:, 0], inducing[:, 1], marker="x", s=18, c="black", linewidths=0.8, label="inducing points")
     ax.set_xlabel(f"latent dimension {first}")

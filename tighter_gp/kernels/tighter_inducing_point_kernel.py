@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..blocks import Blocks
 from ..bounds import block_penalty, log_penalty, spherical_penalty
 from ..conditionals import ResidualBlocks
 from ..likelihoods.properties import is_gaussian
+from ..linalg import cholesky
 
 BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
 _PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"spherical": spherical_penalty, "tighter": log_penalty}
@@ -139,7 +141,36 @@ class TighterInducingPointKernel(InducingPointKernel):
             self._cached_kernel_mat = matrix
         return matrix
 
+    @property
+    def _inducing_inv_root(self) -> Tensor:
+        cached = None if self.training else getattr(self, "_cached_kernel_inv_root", None)
+        if cached is not None:
+            return cached
+        # A jitter of the scale of the kernel where one is needed; GPyTorch's is absolute.
+        chol = cholesky(self._inducing_mat, name="K_ZZ")
+        identity = torch.eye(chol.size(-1), dtype=chol.dtype, device=chol.device)
+        root = torch.linalg.solve_triangular(chol.mT, identity, upper=True)
+        if not self.training:
+            self._cached_kernel_inv_root = root
+        return root
+
+    def _forget_if_changed(self) -> None:
+        """In eval mode: nothing is computed from hyperparameters that are no longer there, nor silently."""
+        current = [*self.base_kernel.parameters(), self.inducing_points, *self.likelihood.parameters()]
+        known = getattr(self, "_cached_for", None)
+        if known is not None and hasattr(self, "_cached_kernel_mat") and not all(map(_equal, known, current)):
+            self._clear_cache()
+            warnings.warn(
+                "Hyperparameters were changed in eval mode, and GPyTorch's ExactGP keeps what it computed for the old "
+                "ones: call model.train() and model.eval(), or predict with tighter_gp.predict(model, x).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._cached_for = [value.detach().clone() for value in current]
+
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
+        if not self.training:
+            self._forget_if_changed()
         covar = super().forward(x1, x2, diag=False, **kwargs)
         if self.training and self.bound != "titsias":
             self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(x1, covar))
@@ -179,3 +210,9 @@ class TighterInducingPointKernel(InducingPointKernel):
         copied.inducing_points.requires_grad_(self.inducing_points.requires_grad)
         copied.train(self.training)
         return copied
+
+
+def _equal(known: Tensor, current: Tensor) -> bool:
+    if known.shape != current.shape or known.dtype != current.dtype or known.device != current.device:
+        return False
+    return known.is_meta or torch.equal(known, current)

@@ -13,6 +13,7 @@ from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussia
 from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator
 from torch import Tensor
 
+from .._checks import host_values
 from ..linalg import cholesky
 
 _LOG_CONCAVE = (
@@ -79,6 +80,12 @@ def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tenso
     return None
 
 
+def filled(targets: Tensor, mask: Tensor) -> Tensor:
+    """Targets with something of the likelihood's support, the largest of them, where they are missing."""
+    largest = torch.where(mask, targets, -torch.inf).amax()
+    return torch.where(mask, targets, torch.where(torch.isfinite(largest), largest, torch.zeros_like(largest)))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Expectations under q(f)
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,20 +135,43 @@ def draw_samples(q: MultivariateNormal) -> Tensor:
 def place_samples(q: MultivariateNormal, draws: Tensor) -> Tensor:
     """Samples of q(f) from standard normal draws: exact for each point, without correlations between points."""
     if not correlates_tasks(q):
-        return q.mean + q.variance.sqrt() * draws
+        return q.mean + marginal_variance(q).sqrt() * draws
     root = cholesky(task_covariance(q), name="covariance between tasks")
     return q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)
 
 
+def marginal_variance(q: MultivariateNormal) -> Tensor:
+    """``q.variance``, whose clamp GPyTorch decides on by a value read back from the device."""
+    variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+    if isinstance(q, MultitaskMultivariateNormal):
+        num_points, num_tasks = q.event_shape
+        order = (num_points, num_tasks) if q._interleaved else (num_tasks, num_points)
+        variance = variance.unflatten(-1, order)
+        variance = variance if q._interleaved else variance.mT
+    return variance.clamp_min(settings.min_variance.value(variance.dtype))
+
+
 def _log_prob(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:
     """:math:`\\log p(y \\mid f)` of samples of f."""
-    is_softmax = isinstance(likelihood, likelihoods.SoftmaxLikelihood)
-    if is_softmax and samples.size(-2) == likelihood.num_features:
-        # One point more, so that GPyTorch does not take the points for the features.
-        samples = torch.cat([samples, samples[..., :1, :]], dim=-2)
-        targets = torch.cat([targets, targets[..., :1]], dim=-1)
-        return likelihood.forward(samples, **kwargs).log_prob(targets)[..., :-1]
-    return likelihood.forward(samples, **kwargs).log_prob(targets)
+    softmax = likelihoods.SoftmaxLikelihood
+    if not isinstance(likelihood, softmax) or type(likelihood).forward is not softmax.forward:
+        return likelihood.forward(samples, **kwargs).log_prob(targets)
+    # GPyTorch takes as many points as there are features for the features, and torch's Categorical reads values back.
+    if samples.size(-1) != likelihood.num_features:
+        raise ValueError(
+            f"SoftmaxLikelihood has {likelihood.num_features} features for {samples.size(-1)} latent functions; "
+            "their numbers must agree."
+        )
+    values = host_values(targets)
+    if values is not None and values.size and not (values.min() >= 0 and values.max() < likelihood.num_classes):
+        raise ValueError(
+            f"Labels must lie in 0..{likelihood.num_classes - 1}, as there are {likelihood.num_classes} classes; got "
+            f"values from {values.min()} to {values.max()}."
+        )
+    weights = likelihood.mixing_weights
+    logits = torch.log_softmax(samples if weights is None else samples @ weights.mT, dim=-1)
+    labels = targets.long().unsqueeze(-1).expand(*logits.shape[:-1], 1)
+    return logits.gather(-1, labels).squeeze(-1)
 
 
 def sampled_curvature(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
@@ -23,12 +22,14 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from .._checks import host_values
 from ..bounds import gaussian_expected_log_prob, scale_penalty
 from ..conditionals import Conditional, CurvatureConditional, OptimalConditional, ScalarConditional
 from ..likelihoods.properties import (
     correlates_tasks,
     draw_samples,
     expected_log_prob,
+    filled,
     gaussian_noise,
     is_gaussian,
     is_log_concave,
@@ -152,8 +153,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         self._check_target(q, target)
         mask, conditional = observed(self.likelihood, target, q.event_shape), carrier.strategy.conditional
         if mask is not None:
-            known = target[mask]  # any of these can stand in for what is missing
-            target = torch.where(mask, target, known[0] if len(known) else torch.zeros_like(target))
+            target = filled(target, mask)
         gaussian = is_gaussian(self.likelihood)
         if gaussian:
             noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **kwargs)
@@ -293,22 +293,17 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 f"Targets must have shape {wanted} to fit q(f); got {tuple(target.shape)}. "
                 "For a single output squeeze a trailing dimension of one."
             )
-        if observed(self.likelihood, target, q.event_shape) is None and not _is_finite(target):
-            count = int((~torch.isfinite(target)).sum())
+        values = host_values(target)
+        if (
+            values is not None
+            and not np.isfinite(values).all()
+            and observed(self.likelihood, target, q.event_shape) is None
+        ):
+            count = (~np.isfinite(values)).sum()
             raise ValueError(
                 f"{count} of {target.numel()} targets are NaN or infinite; drop them, or mark NaN as missing with "
                 "gpytorch.settings.observation_nan_policy('fill')."
             )
-
-
-def _is_finite(target: Tensor) -> bool:
-    """Free on a CPU. An accelerator has to be waited for, which ``gpytorch.settings.debug(False)`` leaves out."""
-    if target.is_meta or not target.is_floating_point():
-        return True
-    if target.device.type == "cpu":
-        values = target.detach()
-        return bool(np.isfinite((values.float() if values.dtype == torch.bfloat16 else values).numpy()).all())
-    return not settings.debug.on() or bool(torch.isfinite(target).all())
 
 
 def _tighter_strategies(model: Any) -> list[_TighterStrategy]:

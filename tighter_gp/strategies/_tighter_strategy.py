@@ -31,6 +31,7 @@ from linear_operator.operators import (
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from .._checks import passed
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
 from ..kernels.lowering import LoweredKernel, lower
@@ -179,20 +180,10 @@ class _TighterStrategy(VariationalStrategy):
         except torch.linalg.LinAlgError as error:
             kind = NotPSDError if bool(torch.isfinite(matrix).all()) else NanError
             raise kind(
-                f"{error} jitter_val was {self.jitter_val:g}. Hyperparameters: {self._describe_hyperparameters()}. "
+                f"{error} jitter_val was {self.jitter_val:g}. Hyperparameters: {describe_hyperparameters(self.model)}. "
                 "Try a larger jitter_val, inputs and targets scaled to unit variance, a smaller learning rate, fewer or "
                 "better spread inducing points, or float64."
             ) from error
-
-    def _describe_hyperparameters(self) -> str:
-        described = []
-        for name, parameter, constraint in self.model.named_parameters_and_constraints():
-            if "_distribution." in name or name.endswith("_points"):
-                continue
-            value = (parameter if constraint is None else constraint.transform(parameter)).detach()
-            low, high = value.min().item(), value.max().item()
-            described.append(f"{name.replace('raw_', '')}={low:.3g}" + (f"..{high:.3g}" if high != low else ""))
-        return ", ".join(described) or "none"
 
     def _cholesky_factor(self, induc_induc_covar: LinearOperator) -> TriangularLinearOperator:
         return TriangularLinearOperator(self._factor(induc_induc_covar, "K_ZZ"))
@@ -282,10 +273,12 @@ class _TighterStrategy(VariationalStrategy):
         """
         return _linalg_dtype_cholesky.value() if self.jitter_val < 256 * torch.finfo(dtype).eps else dtype
 
-    def _prior_blocks(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> PriorBlocks:
+    def _prior_blocks(
+        self, x: Tensor, inducing_points: Tensor, precision: torch.dtype | None = None, **kwargs: Any
+    ) -> PriorBlocks:
         prior = self.model.forward(torch.cat([inducing_points, x], dim=-2), **kwargs)
         covar, num_inducing = prior.lazy_covariance_matrix, inducing_points.size(-2)
-        lowered, wide = lower_lazy(covar), self._precision(prior.mean.dtype)
+        lowered, wide = lower_lazy(covar), precision or self._precision(prior.mean.dtype)
         if lowered is None:
             blocks = (
                 covar[..., :num_inducing, :num_inducing].to_dense(),
@@ -304,16 +297,21 @@ class _TighterStrategy(VariationalStrategy):
         inducing_covar, cross_covar, data_variance = (block.to(wide) for block in blocks)
         return PriorBlocks(prior.mean[..., num_inducing:], inducing_covar, cross_covar, data_variance, covar)
 
-    def _jittered_factor(self, inducing_covar: Tensor, x: Tensor | None = None) -> Tensor:
-        r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)` without a graph, in GPyTorch's precision for it.
-
-        In training its success and the finiteness of the inputs are read back together, once a step.
-        """
+    def _jittered(self, inducing_covar: Tensor) -> Tensor:
+        r""":math:`K_{ZZ} + \epsilon I` without a graph, in GPyTorch's precision for its factor."""
         matrix = inducing_covar.detach().to(_linalg_dtype_cholesky.value(), copy=True)
         matrix.diagonal(dim1=-1, dim2=-2).add_(self.jitter_val)
-        if not self.training:
-            return self._factor(matrix, "K_ZZ")
-        succeeded = [] if x is None else [torch.isfinite(x).all()]
+        return matrix
+
+    def _factorized_prior(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> tuple[PriorBlocks, Tensor]:
+        r"""The prior and :math:`\mathrm{chol}(K_{ZZ} + \epsilon I)`, for training.
+
+        Success and the finiteness of the inputs are read back together, once a step. If the factorisation fails, as
+        rounding in float32 can make it, the prior is evaluated again in the precision of the factor; if that fails too,
+        :func:`~tighter_gp.linalg.cholesky` adds a jitter of the scale of the matrix.
+        """
+        prior = self._prior_blocks(x, inducing_points, **kwargs)
+        matrix, succeeded = self._jittered(prior.inducing_covar), [torch.isfinite(x).all()]
 
         def factorize(block: Tensor, name: str) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(block)
@@ -321,11 +319,13 @@ class _TighterStrategy(VariationalStrategy):
             return factor
 
         factor = self._factorize(matrix, factorize)
-        if matrix.is_meta or bool(torch.stack(succeeded).all()):
-            return factor
-        if x is not None:
-            raise_if_not_finite(x)
-        return self._checked_cholesky(matrix, "K_ZZ")
+        if passed(*succeeded):
+            return prior, factor
+        raise_if_not_finite(x)
+        if prior.inducing_covar.dtype != matrix.dtype:
+            prior = self._prior_blocks(x, inducing_points, matrix.dtype, **kwargs)
+            matrix = self._jittered(prior.inducing_covar)
+        return prior, self._checked_cholesky(matrix, "K_ZZ")
 
     def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
@@ -333,7 +333,8 @@ class _TighterStrategy(VariationalStrategy):
         raise_if_not_finite(x)
         x, inducing_points = self._expand_inputs(x, self.inducing_points)
         prior = self._prior_blocks(x, self._all_points(inducing_points), **kwargs)
-        return prior.mean, project(self._jittered_factor(prior.inducing_covar), prior.cross_covar), prior.data_variance
+        chol = self._factor(self._jittered(prior.inducing_covar), "K_ZZ")
+        return prior.mean, project(chol, prior.cross_covar), prior.data_variance
 
     def forward(
         self,
@@ -349,8 +350,8 @@ class _TighterStrategy(VariationalStrategy):
         points = self._all_points(inducing_points)
         if not self.training:
             return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
-        prior = self._prior_blocks(x, points, **kwargs)
-        chol, parts = self._jittered_factor(prior.inducing_covar, x), self._whitened_parts()
+        prior, chol = self._factorized_prior(x, points, **kwargs)
+        parts = self._whitened_parts()
         wide = (q.to(prior.cross_covar.dtype) for q in parts)
         moments = fused_moments(prior.inducing_covar, chol, prior.cross_covar, prior.data_variance, *wide)
         moments = Moments(*(moment.to(prior.mean.dtype) for moment in moments))
@@ -471,6 +472,19 @@ def check_inputs(x: Tensor, num_dims: int) -> None:
         raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
     if x.dim() < 2 or x.size(-1) != num_dims:
         raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
+
+
+def describe_hyperparameters(*modules: Any) -> str:
+    """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
+    described = []
+    for module in modules:
+        for name, parameter, constraint in module.named_parameters_and_constraints():
+            if "_distribution." in name or name.endswith("_points") or not parameter.numel():
+                continue
+            value = (parameter if constraint is None else constraint.transform(parameter)).detach()
+            low, high = value.min().item(), value.max().item()
+            described.append(f"{name.replace('raw_', '')}={low:.3g}" + (f"..{high:.3g}" if high != low else ""))
+    return ", ".join(described) or "none"
 
 
 def _negative_log_density(mean: Tensor) -> Tensor:

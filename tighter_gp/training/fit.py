@@ -7,8 +7,10 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,11 +19,14 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
-from linear_operator.utils.errors import NanError, NotPSDError
+from linear_operator.utils.errors import NanError
 from torch import Tensor
 
+from .._checks import NUMERICAL_ERRORS
 from .._modes import temporary_mode
+from ..compiled import CompiledStep
 from ..mlls import TighterELBO
+from ..strategies._tighter_strategy import describe_hyperparameters
 from . import checkpoint as checkpoints
 from . import distributed
 from .batches import ArrayBatches, Batch, BatchSource, LoaderBatches, seed_of
@@ -30,10 +35,10 @@ from .validation import mean_nlpd
 
 log = logging.getLogger("tighter_gp")
 
-# What a step may fail with; anything else is a mistake in the call and is raised at once.
-NUMERICAL_ERRORS = (NotPSDError, NanError, torch.linalg.LinAlgError)
-
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+# Torch has one random state for all threads: those that train take turns, step by step.
+_RANDOM_STATE = threading.RLock()
 
 
 @dataclass
@@ -107,6 +112,7 @@ def fit(
     callbacks: Sequence[Callable[[Step], bool | None]] = (),
     progress: bool | None = None,
     max_failures: int = 10,
+    compile: bool = False,
     **kwargs: Any,
 ) -> History:
     r"""Train a model: mini-batches and Adam for an approximate GP, L-BFGS on all data for a collapsed one.
@@ -116,8 +122,9 @@ def fit(
     interrupted and resumed; the global random state is left as it was.
 
     A step whose Cholesky factorisation fails, or whose loss or gradient is not finite, is not taken: parameters and
-    optimizer stay as they were, the history and the log (``logging.getLogger("tighter_gp")``) say so, and after
-    ``max_failures`` of them in a row the error is raised.
+    optimizer stay as they were, and the history and the log (``logging.getLogger("tighter_gp")``) say so. If the next
+    step fails too, it was the last update that led astray: it is undone, and Adam starts anew from where it was with a
+    quarter of the step, which grows back as steps succeed. After ``max_failures`` failures in a row the error is raised.
 
     Within a process group (``torchrun``) each process takes its part of every batch and gradients are summed with the
     parts' weights: the run is that of one process, to rounding. Give every process the same arguments.
@@ -155,6 +162,8 @@ def fit(
         ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
     :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed.
     :param max_failures: Failed steps in a row before the error is raised.
+    :param compile: Whether Adam's steps are compiled, see :class:`~tighter_gp.CompiledStep`. It takes seconds to
+        minutes at the start, once for each shape of batch. A compiled step that fails is tried again eagerly.
     :param kwargs: Arguments of the objective; a tensor, such as ``noise=``, has one value a point, ``... x N``.
     :return: The history. The model is left in the mode it was in.
 
@@ -176,6 +185,8 @@ def fit(
         raise ValueError(f"lr must be positive; got {lr}.")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs a checkpoint= to go on from.")
+    if compile and (optimizer == "lbfgs" or x is None):
+        raise ValueError("compile=True is for Adam's steps on an approximate GP.")
     if patience is not None and validation is None:
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
 
@@ -207,7 +218,7 @@ def fit(
     if optimizer == "lbfgs":
         step: _AdamStep | _LBFGSStep = _LBFGSStep(trainer)
     else:
-        step = _AdamStep(trainer, lr, make_schedule(schedule), natural_gradients)
+        step = _AdamStep(trainer, lr, make_schedule(schedule), natural_gradients, compile)
     trainer.run(step, resume, _progress_bar(progress, steps))
     return trainer.history
 
@@ -279,16 +290,19 @@ class _Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Minus the objective, summed over a batch of models."""
-        call = {}
-        if self.needs_index:
-            if batch.rows is None:
-                raise ValueError("PerPoint and Blocks need positions: let the DataLoader yield (x, y, index).")
-            call["index"] = batch.rows
         if batch.x is None:
             return -self.mll(batch.rows, batch.y, **batch.kwargs).sum()
         if isinstance(self.model, ExactGP):
             return -self.mll(self.model(batch.x), batch.y).sum()
-        return -self.mll(self.model(batch.x, **call), batch.y, **batch.kwargs).sum()
+        return -self.mll(self.model(batch.x, **self.positions(batch)), batch.y, **batch.kwargs).sum()
+
+    def positions(self, batch: Batch) -> dict[str, Tensor]:
+        """The argument of the model that says which training points these are, if a conditional needs it."""
+        if not self.needs_index:
+            return {}
+        if batch.rows is None:
+            raise ValueError("PerPoint and Blocks need positions: let the DataLoader yield (x, y, index).")
+        return {"index": batch.rows}
 
     def seed_step(self, step: int) -> None:
         """Random numbers of a step, other ones in each process."""
@@ -299,25 +313,37 @@ class _Trainer:
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)
 
-    def failed(self, error: Exception) -> None:
-        """Note a step that was not taken; raise if there were too many in a row."""
+    def failed(self, error: Exception, undo: Callable[[], bool] | None = None) -> None:
+        """Note a step that was not taken, undo the last update if it is the second in a row; raise if there were too many.
+
+        :param undo: Undoes the last update, if there is one, and says whether it did.
+        """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.failures += 1
+        if self.failures == 2 and undo is not None and undo():
+            reason += " The last update was undone."
         step = self.history.steps
         self.history.skipped.append((step, reason))
         log.warning("step %d was skipped: %s", step, reason)
         if self.failures >= self.max_failures:
+            unsaid = [self.likelihood] if "Hyperparameters: " in str(error) else [self.model, self.likelihood]
             raise RuntimeError(
-                f"{self.failures} steps in a row failed, the last, step {step}, with: {error} The parameters are those "
-                "before the first of them. A smaller lr, scaled data or float64 may help."
+                f"{self.failures} steps in a row failed, the last, step {step}, with: {error} Hyperparameters: "
+                f"{describe_hyperparameters(*unsaid)}. The parameters are the last for which a step "
+                "succeeded. A smaller lr, scaled data or float64 may help."
             ) from error
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: _AdamStep | _LBFGSStep, resume: bool, bar: Any) -> None:
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """To be seeded at will: the global state is found again as it was, and no other thread seeds it meanwhile."""
         devices = [self.device] if self.device.type == "cuda" else []
+        with _RANDOM_STATE, torch.random.fork_rng(devices=devices):
+            yield
+
+    def run(self, step: _AdamStep | _LBFGSStep, resume: bool, bar: Any) -> None:
         with (
-            torch.random.fork_rng(devices=devices),
             temporary_mode(self.model, True),
             temporary_mode(self.likelihood, True),
             bar,
@@ -335,24 +361,28 @@ class _Trainer:
             self._save(step, finished=True)
 
     def _loop(self, step: _AdamStep | _LBFGSStep, bar: Any) -> None:
-        history = self.history
-        for batch in self.source.iterate(history.steps):
-            if history.steps >= self.total:
-                return
-            self.seed_step(history.steps)
-            started = time.perf_counter()
-            loss = step(batch)
-            history.seconds += time.perf_counter() - started
-            history.loss.append(loss)
-            bar.update(1)
-            if history.steps % 10 == 0:
-                bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            stop = self._after_step(loss) or bool(step.converged)
-            if stop or history.steps % self.checkpoint_every == 0:
+        batches = iter(self.source.iterate(self.history.steps))
+        while self.history.steps < self.total:
+            with self._own_random_state():
+                stop = self._next_step(step, next(batches), bar)
+            if stop or self.history.steps % self.checkpoint_every == 0:
                 self._save(step, finished=stop)
             if stop:
-                history.stopped = history.stopped or step.converged
+                self.history.stopped = self.history.stopped or step.converged
                 return
+
+    def _next_step(self, step: _AdamStep | _LBFGSStep, batch: Batch, bar: Any) -> bool:
+        """One step and what follows it; whether the run should end."""
+        history = self.history
+        self.seed_step(history.steps)
+        started = time.perf_counter()
+        loss = step(batch)
+        history.seconds += time.perf_counter() - started
+        history.loss.append(loss)
+        bar.update(1)
+        if history.steps % 10 == 0:
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        return self._after_step(loss) or bool(step.converged)
 
     def _after_step(self, loss: float) -> bool:
         """Validation and callbacks; whether the run should end."""
@@ -391,9 +421,9 @@ class _Trainer:
 
     def _initialise(self) -> None:
         """GPyTorch sets q(u) at the first call, with a little noise: do it here, once for all processes."""
-        self.seed_step(-1)
-        batch = next(iter(self.source.iterate(0)))
-        with torch.no_grad():
+        with torch.no_grad(), self._own_random_state():
+            self.seed_step(-1)
+            batch = next(iter(self.source.iterate(0)))
             try:
                 self.loss(batch)
             except NUMERICAL_ERRORS as error:
@@ -467,14 +497,23 @@ class _AdamStep:
     converged = ""
 
     def __init__(
-        self, trainer: _Trainer, lr: float, schedule: Callable[[float], float], natural_gradients: bool | float
+        self,
+        trainer: _Trainer,
+        lr: float,
+        schedule: Callable[[float], float],
+        natural_gradients: bool | float,
+        compile: bool,
     ) -> None:
         self.trainer, self.schedule = trainer, schedule
+        self.compiled = CompiledStep(trainer.mll) if compile else None
         natural = natural_parameters(trainer.model, natural_gradients)
         self._make = lambda sparse: Optimizers(
             trainer.parameters, sparse, natural, lr, natural_gradients, trainer.source.num_data
         )
         self.optimizers: Optimizers | None = None
+        # What the last update started from, and the factor on the step that failures lower and successes raise.
+        self.before: dict[str, Tensor] = {}
+        self.damping = 1.0
 
     def __call__(self, batch: Batch) -> float:
         trainer = self.trainer
@@ -489,7 +528,7 @@ class _AdamStep:
                 parameter.grad = None
             if num_failed:
                 error = error or NanError(f"{num_failed} of {distributed.world_size()} processes failed")
-            trainer.failed(error or NanError(f"the loss is {value} or its gradient is not finite"))
+            trainer.failed(error or NanError(f"the loss is {value} or its gradient is not finite."), self._undo)
             distributed.share_state([trainer.model, trainer.likelihood])
             return math.nan
         trainer.failures = 0
@@ -497,10 +536,38 @@ class _AdamStep:
             self.optimizers = self._make(
                 {name for name, p in trainer.parameters.items() if p.grad is not None and p.grad.is_sparse}
             )
-        self.optimizers.step(self.schedule(trainer.history.steps / trainer.total))
+        self._keep()
+        self.optimizers.step(self.schedule(trainer.history.steps / trainer.total), self.damping)
+        self.damping = min(1.0, 1.1 * self.damping)
         return value
 
+    def _keep(self) -> None:
+        """Remember the parameters, but not tables with sparse gradients, of which a step must not touch every row."""
+        assert self.optimizers is not None
+        kept = {name: p.data for name, p in self.trainer.parameters.items() if name not in self.optimizers.sparse}
+        if self.before.keys() != kept.keys():
+            self.before = {name: torch.empty_like(value) for name, value in kept.items()}
+        torch._foreach_copy_(list(self.before.values()), list(kept.values()))
+
+    def _undo(self) -> bool:
+        if not self.before:
+            return False
+        with torch.no_grad():
+            for name, value in self.before.items():
+                self.trainer.parameters[name].copy_(value)
+        # Moments that hold the gradients that led astray would lead there again.
+        self.optimizers, self.before, self.damping = None, {}, 0.25 * self.damping
+        return True
+
     def _backward(self, batch: Batch) -> tuple[Tensor | None, Exception | None]:
+        if self.compiled is not None:
+            loss = self.compiled(batch.x, batch.y, **self.trainer.positions(batch), **batch.kwargs).sum()
+            if bool(torch.isfinite(loss)):
+                for parameter in self.trainer.parameters.values():
+                    if batch.weight != 1.0 and parameter.grad is not None:
+                        parameter.grad.mul_(batch.weight)
+                return loss * batch.weight, None
+            self.trainer.mll.zero_grad(set_to_none=True)
         try:
             loss = self.trainer.loss(batch)
             if batch.weight != 1.0:
@@ -510,13 +577,19 @@ class _AdamStep:
             return None, error
         return loss.detach(), None
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return None if self.optimizers is None else self.optimizers.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        optimizers = None if self.optimizers is None else self.optimizers.state_dict()
+        return {"optimizers": optimizers, "before": self.before, "damping": self.damping}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self.optimizers = self._make(set(state["sparse"]))
-            self.optimizers.load_state_dict(state)
+        if state is None:
+            return
+        if "optimizers" not in state:  # as written before updates could be undone
+            state = {"optimizers": state, "before": {}, "damping": 1.0}
+        self.before, self.damping = dict(state["before"]), state["damping"]
+        if state["optimizers"] is not None:
+            self.optimizers = self._make(set(state["optimizers"]["sparse"]))
+            self.optimizers.load_state_dict(state["optimizers"])
 
 
 class _LBFGSStep:

@@ -80,15 +80,15 @@ class Optimizers:
         if tables:
             self.adams.append(torch.optim.SparseAdam(tables, lr=lr))
         self.all = list(self.adams)
+        self.natural_step = _NATURAL_STEP if natural_gradients is True else float(natural_gradients)
         if in_q:
-            step = _NATURAL_STEP if natural_gradients is True else float(natural_gradients)
-            self.all.append(NGD(in_q, num_data=num_data, lr=step))
+            self.all.append(NGD(in_q, num_data=num_data, lr=self.natural_step))
 
-    def step(self, factor: float) -> None:
-        """One step of each, with Adam's learning rates at ``factor`` times their start."""
-        for optimizer in self.adams:
+    def step(self, factor: float, damping: float = 1.0) -> None:
+        """One step of each, with Adam's learning rates at ``factor`` times their start, and all times ``damping``."""
+        for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["lr"] = self.lr * factor
+                group["lr"] = damping * (self.lr * factor if optimizer in self.adams else self.natural_step)
         for optimizer in self.all:
             optimizer.step()
 

@@ -1,0 +1,61 @@
+"""Looking at values before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+import torch
+from gpytorch import settings
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+
+# What a step may fail with; anything else is a mistake in the call.
+NUMERICAL_ERRORS = (NotPSDError, NanError, torch.linalg.LinAlgError)
+
+_deferred: ContextVar[list[Tensor] | None] = ContextVar("deferred", default=None)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[list[Tensor]]:
+    """Within it nothing is looked at; the list collects flags that must all be True for the result to be of use."""
+    flags: list[Tensor] = []
+    token = _deferred.set(flags)
+    try:
+        yield flags
+    finally:
+        _deferred.reset(token)
+
+
+def passed(*flags: Tensor) -> bool:
+    """Whether all flags are True: one value read back from the device, or none where checks are deferred."""
+    collected = _deferred.get()
+    if collected is not None:
+        collected.extend(flags)
+        return True
+    return flags[0].is_meta or bool(torch.stack(flags).all())
+
+
+def host_values(tensor: Tensor) -> np.ndarray | None:
+    """The values of a batch, for a check of them; None where a look is not to be had.
+
+    On a CPU it is free. An accelerator has to be waited for, which ``gpytorch.settings.debug(False)`` leaves out.
+    """
+    tensor = tensor.detach()
+    if tensor.is_meta or _deferred.get() is not None or (tensor.device.type != "cpu" and not settings.debug.on()):
+        return None
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+def check_range(index: Tensor, num_data: int, owner: str) -> None:
+    """Raise unless positions lie in ``0..num_data - 1``.
+
+    :param owner: Whose rows they are, for the message.
+    """
+    values = host_values(index)
+    if values is not None and values.size and (values.min() < 0 or values.max() >= num_data):
+        raise IndexError(
+            f"index must lie in 0..{num_data - 1} for {owner}; got values from {values.min()} to {values.max()}."
+        )
