@@ -34,6 +34,8 @@ NUM_DIMS = 8
 
 Step = Callable[[], Any]
 
+_ALGEBRA = ("aten::linalg_solve_triangular", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
 
 class _Model(gpytorch.models.ApproximateGP):
     def __init__(self, make_strategy: Callable[[Any], Any]) -> None:
@@ -72,6 +74,7 @@ def _strategies(num_inducing: int) -> dict[str, tuple[Callable[[Any], Any], Any]
         "t-svgp": (ours, tighter_gp.TighterELBO),
         "t-solve-gp": (solve, tighter_gp.TighterELBO),
         "t-svgp compiled": (ours, tighter_gp.TighterELBO),
+        "t-svgp compiled, float32 factor": (ours, tighter_gp.TighterELBO),
     }
 
 
@@ -80,7 +83,7 @@ def make_step(method: str, num_inducing: int, batch_size: int, device: str, num_
     make_strategy, objective = _strategies(num_inducing)[method]
     model, likelihood = _Model(make_strategy).to(device), gpytorch.likelihoods.GaussianLikelihood().to(device)
     mll = objective(likelihood, model, num_data)
-    compiled = method.endswith("compiled")
+    compiled = "compiled" in method
     parameters = [*model.parameters(), *likelihood.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=compiled)
     generator = torch.Generator().manual_seed(1)
@@ -94,14 +97,26 @@ def make_step(method: str, num_inducing: int, batch_size: int, device: str, num_
 
     if compiled:
         step = tighter_gp.CompiledStep(mll, optimizer)
-        return lambda: step(*batch())
+        if "float32" not in method:
+            return lambda: step(*batch())
 
-    def eager() -> None:
+        def single() -> None:
+            """The factorisation in float32 too, as in GPflow and GPJax; GPyTorch's and ours is in float64."""
+            with gpytorch.settings._linalg_dtype_cholesky(torch.float32):
+                step(*batch())
+
+        return single
+
+    def gradient() -> None:
         x, y = batch()
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
+
+    def eager() -> None:
+        gradient()
         optimizer.step()
 
+    eager.gradient = gradient  # type: ignore[attr-defined]
     return eager
 
 
@@ -185,16 +200,19 @@ def peak_memory(step: Step) -> float:
 
 def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the table."""
-    methods = [m for m in _strategies(num_inducing) if args.compile or not m.endswith("compiled")]
+    methods = [m for m in _strategies(num_inducing) if args.compile or "compiled" not in m]
     steps = {method: make_step(method, num_inducing, batch_size, args.device) for method in methods}
-    repeats = max(3 if args.smoke else 11, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size)))
+    repeats = max(
+        3 if args.smoke else 11, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size))
+    )
     times = interleave(steps, repeats, args.device)
     medians = {method: statistics.median(values) for method, values in times.items()}
     counts = {}
     for method, step in steps.items():
-        if not method.endswith("compiled"):
+        if "compiled" not in method:
+            # Without the optimizer, whose counters are read on the host whatever the device.
             with _Operations() as operations:
-                step()
+                step.gradient()  # type: ignore[attr-defined]
             counts[method] = dict(operations.counts)
     return {
         "experiment": "speed",
@@ -246,26 +264,54 @@ def _exponent(sizes: list[int], costs: list[float]) -> float:
 
 
 def prediction(args: argparse.Namespace) -> dict[str, Any]:
-    """Predicting many points: extra memory and the share of the machine's GEMM rate that the algebra reaches."""
-    num_inducing, num_points = (64, 2000) if args.smoke else (1024, 1_000_000)
+    """Predicting many points: time, extra memory, and the share of the machine's GEMM rate that the algebra reaches."""
+    num_inducing, num_points, chunk = (64, 2000, 500) if args.smoke else (1024, 1_000_000, 4096)
     make_strategy, _ = _strategies(num_inducing)["t-svgp"]
     model = _Model(make_strategy).to(args.device).eval()
     x = torch.rand(num_points, NUM_DIMS, device=args.device)
-    tighter_gp.predict(model, x[:1000])
+    tighter_gp.predict(model, x[:chunk], batch_size=chunk)
     before, start = _resident_memory(), time.perf_counter()
-    tighter_gp.predict(model, x, batch_size=4096)
-    seconds = time.perf_counter() - start
-    flops = num_points * num_inducing**2 * 3  # a triangular solve and one product
-    rate = gemm_rate(min(1024, num_inducing), args.device)
+    tighter_gp.predict(model, x, batch_size=chunk)
+    seconds, extra = time.perf_counter() - start, _resident_memory() - before
+    # A triangular solve and one product, timed within the same passes.
+    some = x[: 8 * chunk]
+    with torch.profiler.profile() as profile:
+        tighter_gp.predict(model, some, batch_size=chunk)
+    algebra = sum(e.self_cpu_time_total for e in profile.key_averages() if e.key in _ALGEBRA) * 1e-6
+    rates = [3 * num_inducing**2 * len(some) / algebra / 1e9, gemm_rate(min(1024, num_inducing), args.device)]
     return {
         "experiment": "speed prediction",
         "num_inducing": num_inducing,
         "num_points": num_points,
         "seconds": seconds,
+        "extra_memory_mib": extra,
+        "gflops": rates[0],
+        "gemm_gflops": rates[1],
+        "share_of_gemm": rates[0] / rates[1],
+        "share_of_gemm_whole": 3 * num_inducing**2 * num_points / seconds / 1e9 / rates[1],
+    }
+
+
+def collapsed(args: argparse.Namespace) -> dict[str, Any]:
+    """The collapsed bound of many rows and its gradient: time and extra memory."""
+    num_inducing, num_data = (32, 3000) if args.smoke else (512, 1_000_000)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(num_data, NUM_DIMS, generator=generator).to(args.device)
+    y = torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(num_data, generator=generator).to(args.device)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=NUM_DIMS)).to(args.device)
+    points = x[:num_inducing].clone().requires_grad_()
+    noise = torch.tensor(0.01, device=args.device, requires_grad=True)
+    before, start = _resident_memory(), time.perf_counter()
+    value = tighter_gp.collapsed_bound(kernel, points, x, y, noise, jitter_val=1e-4)
+    value.backward()
+    return {
+        "experiment": "speed collapsed",
+        "num_inducing": num_inducing,
+        "num_data": num_data,
+        "seconds": time.perf_counter() - start,
         "extra_memory_mib": _resident_memory() - before,
-        "gflops": flops / seconds / 1e9,
-        "gemm_gflops": rate,
-        "share_of_gemm": flops / seconds / 1e9 / rate,
+        "resident_memory_mib": _resident_memory(),
+        "bound_per_datum": value.item() / num_data,
     }
 
 
@@ -324,7 +370,14 @@ def run(args: argparse.Namespace) -> None:
     keep(line)
     print(
         f"predicting {line['num_points']} points at M={line['num_inducing']}: {line['seconds']:.1f} s, "
-        f"{line['extra_memory_mib']:.0f} MiB extra, {line['share_of_gemm']:.2f} of the GEMM rate"
+        f"{line['extra_memory_mib']:.0f} MiB extra, {line['share_of_gemm']:.2f} of the GEMM rate in solve and products, "
+        f"{line['share_of_gemm_whole']:.2f} in all"
+    )
+    line = collapsed(args)
+    keep(line)
+    print(
+        f"collapsed bound and gradient of {line['num_data']} rows at M={line['num_inducing']}: {line['seconds']:.1f} s, "
+        f"{line['extra_memory_mib']:.0f} MiB extra, {line['resident_memory_mib']:.0f} MiB in all"
     )
     if args.peers:
         for line in peer_times(grid, args.peers_dir):

@@ -15,6 +15,7 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
+from gpytorch import settings
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 from torch.func import functional_call
@@ -95,6 +96,8 @@ class CompiledStep:
             *(parameter.requires_grad for parameter in self._parameters.values()),
             getattr(self.mll, "num_data", None),
             getattr(self.mll, "beta", None),
+            settings._linalg_dtype_cholesky.value(),
+            settings.num_likelihood_samples.value(),
         )
         if key not in self._graphs:
             self._graphs[key] = self._capture(x, target, tensors, kwargs)

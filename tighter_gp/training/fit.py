@@ -561,6 +561,7 @@ class _AdamStep:
 
     def _backward(self, batch: Batch) -> tuple[Tensor | None, Exception | None]:
         if self.compiled is not None:
+            assert batch.x is not None
             loss = self.compiled(batch.x, batch.y, **self.trainer.positions(batch), **batch.kwargs).sum()
             if bool(torch.isfinite(loss)):
                 for parameter in self.trainer.parameters.values():
