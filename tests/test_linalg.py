@@ -95,7 +95,7 @@ def test_indefinite_matrix_raises_and_says_how_far_it_is():
     matrix = symmetric(1.0, 0.7, 0.3, -0.25)
     message = (
         r"K_ZZ \(4x4, float64\) is not positive definite: its smallest eigenvalue is -2\.500e-01 "
-        r"with a mean diagonal of 4\.375e-01, and adding up to 4\.4e-04 did not help"
+        r"with a mean diagonal of 4\.375e-01, and adding up to 4\.4e-03 did not help"
     )
     with pytest.raises(torch.linalg.LinAlgError, match=message):
         linalg.cholesky(matrix, name="K_ZZ")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["cholesky", "project", "residual_variance", "solve_lower", "solve_lower_transposed"]
+
 # Relative to the mean of the diagonal; each further try multiplies it by ten.
 _FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
 _MAX_TRIES = 7
@@ -31,6 +33,11 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
     :param name: What to call the matrix in messages.
     :return: Shape ``... x M x M``.
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
+
+    Example:
+        >>> tighter_gp.linalg.cholesky(torch.tensor([[4.0, 2.0], [2.0, 10.0]]))
+        tensor([[2., 0.],
+                [1., 3.]])
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_meta or not (info.any() | ~factor.diagonal(dim1=-1, dim2=-2).isfinite().all()):
@@ -133,12 +140,26 @@ def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
 
 
 def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:
-    r""":math:`L^{-1} B`, by a solve from the right: for rows stored in order it needs no copies and is twice as fast."""
+    r""":math:`L^{-1} B`, by a solve from the right: for rows stored in order it needs no copies and is twice as fast.
+
+    Example:
+        >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
+        >>> tighter_gp.linalg.solve_lower(chol, torch.tensor([[2.0], [5.0]]))
+        tensor([[1.],
+                [1.]])
+    """
     return torch.linalg.solve_triangular(chol.mT, rhs.mT, upper=True, left=False).mT
 
 
 def solve_lower_transposed(chol: Tensor, rhs: Tensor) -> Tensor:
-    r""":math:`L^{-\top} B`, as :func:`solve_lower`."""
+    r""":math:`L^{-\top} B`, as :func:`solve_lower`.
+
+    Example:
+        >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
+        >>> tighter_gp.linalg.solve_lower_transposed(chol, torch.tensor([[3.0], [4.0]]))
+        tensor([[1.],
+                [1.]])
+    """
     return torch.linalg.solve_triangular(chol, rhs.mT, upper=False, left=False).mT
 
 
@@ -148,6 +169,12 @@ def project(chol: Tensor, cross: Tensor) -> Tensor:
     :param chol: :math:`L`, shape ``... x M x M``.
     :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
     :return: Shape ``... x M x B``.
+
+    Example:
+        >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
+        >>> tighter_gp.linalg.project(chol, torch.tensor([[2.0, 0.0], [5.0, 2.0]]))
+        tensor([[1.0000, 0.0000],
+                [1.0000, 0.5000]])
     """
     return solve_lower(chol.to(cross.dtype), cross)
 
@@ -158,5 +185,10 @@ def residual_variance(prior_variance: Tensor, projection: Tensor) -> Tensor:
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param projection: :math:`A`, shape ``... x M x B``.
     :return: Shape ``... x B``.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
+        >>> tighter_gp.linalg.residual_variance(torch.ones(3), projection)
+        tensor([0.0000, 0.5000, 1.0000])
     """
     return (prior_variance - projection.square().sum(-2)).clamp_min(0.0)

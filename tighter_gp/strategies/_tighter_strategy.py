@@ -101,10 +101,13 @@ def set_distribution(distribution: _VariationalDistribution, mean: Tensor, preci
     :param precision: :math:`P`, ``... x M x M``.
     """
     if isinstance(distribution, MeanFieldVariationalDistribution):
-        covar: LinearOperator = DiagLinearOperator(precision.diagonal(dim1=-1, dim2=-2).reciprocal())
-    else:
-        factor = cholesky(precision, name="precision of q(u)")
-        covar = DenseLinearOperator(torch.cholesky_inverse(factor))
+        # Not through a distribution, which rounds small variances up.
+        with torch.no_grad():
+            distribution.variational_mean.copy_(mean)
+            distribution._variational_stddev.copy_(precision.diagonal(dim1=-1, dim2=-2).rsqrt())
+        return
+    factor = cholesky(precision, name="precision of q(u)")
+    covar = DenseLinearOperator(torch.cholesky_inverse(factor))
     noise_std, distribution.mean_init_std = distribution.mean_init_std, 0.0
     try:
         q = MultivariateNormal(mean, covar).expand(distribution.batch_shape)

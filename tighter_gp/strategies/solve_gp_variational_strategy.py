@@ -123,7 +123,7 @@ class SolveGPVariationalStrategy(_TighterStrategy):
 
     @property
     def variational_distribution(self) -> Distribution:
-        """The joint whitened q(u) q(v), whose KL from :attr:`prior_distribution` is the sum of theirs."""
+        """The joint whitened q(u) q(v), whose KL from ``prior_distribution`` is the sum of theirs."""
         parts = self._cached_q(self._variational_distribution, "u"), self._cached_q(self._orthogonal_distribution, "v")
         known, joint = self._q_cache.get("joint", (None, None))
         if known is None or joint is None or known[0] is not parts[0] or known[1] is not parts[1]:

@@ -15,19 +15,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+__all__ = ["agreed", "barrier", "is_active", "rank", "start", "stop", "world_size"]
+
 
 def is_active() -> bool:
-    """Whether this process belongs to a group of more than one."""
+    """Whether this process belongs to a group of more than one.
+
+    Example:
+        >>> tighter_gp.training.distributed.is_active()
+        False
+    """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """Number of this process; 0 when there is but one."""
+    """Number of this process; 0 when there is but one.
+
+    Example:
+        >>> tighter_gp.training.distributed.rank()
+        0
+    """
     return dist.get_rank() if is_active() else 0
 
 
 def world_size() -> int:
-    """Number of processes."""
+    """Number of processes.
+
+    Example:
+        >>> tighter_gp.training.distributed.world_size()
+        1
+    """
     return dist.get_world_size() if is_active() else 1
 
 
@@ -38,6 +55,10 @@ def start(device: torch.device | str = "cpu") -> torch.device:
 
     :param device: The device asked for.
     :return: The device of this process.
+
+    Example:
+        >>> tighter_gp.training.distributed.start("cpu")  # outside of torchrun nothing starts
+        device(type='cpu')
     """
     device = torch.device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
@@ -51,13 +72,21 @@ def start(device: torch.device | str = "cpu") -> torch.device:
 
 
 def stop() -> None:
-    """Leave the group."""
+    """Leave the group.
+
+    Example:
+        >>> tighter_gp.training.distributed.stop()  # where nothing was started nothing happens
+    """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def barrier() -> None:
-    """Wait for all processes."""
+    """Wait for all processes.
+
+    Example:
+        >>> tighter_gp.training.distributed.barrier()  # one process waits for nobody
+    """
     if is_active():
         dist.barrier()
 
@@ -72,7 +101,12 @@ def total(value: float, device: torch.device) -> float:
 
 
 def agreed(flag: bool, device: torch.device) -> bool:
-    """The first process's answer, for a question on which rounding could divide them."""
+    """The first process's answer, for a question on which rounding could divide them.
+
+    Example:
+        >>> tighter_gp.training.distributed.agreed(True, torch.device("cpu"))
+        True
+    """
     if not is_active():
         return flag
     answer = torch.tensor(int(flag), device=device)

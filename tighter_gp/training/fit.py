@@ -43,7 +43,7 @@ _RANDOM_STATE = threading.RLock()
 
 @dataclass
 class History:
-    """What happened in a run of :func:`fit`.
+    """What happened in a run of :func:`~tighter_gp.fit`.
 
     :param loss: Minus the objective at each step, an estimate of minus the bound per datum; NaN for a skipped step.
     :param validation: Step and mean negative log predictive density of each validation.
@@ -51,6 +51,11 @@ class History:
     :param seconds: Time spent in steps; validation, callbacks and checkpoints are not counted.
     :param best_step: Step whose parameters were kept by early stopping.
     :param stopped: Why the run ended before its last step; empty if it did not.
+
+    Example:
+        >>> history = tighter_gp.fit(model, likelihood, train_x, train_y, steps=3)
+        >>> history.steps, history.skipped, history.stopped
+        (3, [], '')
     """
 
     loss: list[float] = field(default_factory=list)
@@ -68,7 +73,7 @@ class History:
 
 @dataclass(frozen=True)
 class Step:
-    """What a callback of :func:`fit` is given after each step.
+    """What a callback of :func:`~tighter_gp.fit` is given after each step.
 
     :param step: Number of steps done.
     :param epoch: Number of epochs done.
@@ -77,6 +82,14 @@ class Step:
     :param model: The model, in training mode.
     :param likelihood: The likelihood.
     :param history: The history so far.
+
+    Example:
+        >>> seen = []
+        >>> def remember(step):
+        ...     seen.append(step.step)
+        >>> history = tighter_gp.fit(model, likelihood, train_x, train_y, steps=3, callbacks=[remember])
+        >>> seen
+        [1, 2, 3]
     """
 
     step: int
@@ -156,10 +169,11 @@ def fit(
         parameters of the best. None: never stop, end with the last.
     :param checkpoint: File to keep the state of the run in; at any moment it is whole.
     :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
-    :param resume: Go on from ``checkpoint`` if it is there.
+    :param resume: Go on from ``checkpoint`` if it is there. A run that has ended, also one that a callback or early stopping
+        ended, stays ended.
     :param seed: Seed of all that is random.
-    :param callbacks: Each is called with a :class:`Step` after every step, and may return True to end the run. One with
-        ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
+    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end
+        the run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
     :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed.
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether Adam's steps are compiled, see :class:`~tighter_gp.CompiledStep`. It takes seconds to
@@ -585,8 +599,6 @@ class _AdamStep:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
-        if "optimizers" not in state:  # as written before updates could be undone
-            state = {"optimizers": state, "before": {}, "damping": 1.0}
         self.before, self.damping = dict(state["before"]), state["damping"]
         if state["optimizers"] is not None:
             self.optimizers = self._make(set(state["optimizers"]["sparse"]))

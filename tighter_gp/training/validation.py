@@ -29,7 +29,9 @@ def mean_nlpd(model: Any, likelihood: Likelihood, x: Tensor, y: Tensor, batch_si
     :param kwargs: Per-point arguments of the likelihood, ``... x N``, such as ``noise=``.
 
     Example:
-        >>> score = tighter_gp.mean_nlpd(model, likelihood, test_x, test_y)
+        >>> score = tighter_gp.training.mean_nlpd(model, likelihood, test_x, test_y)
+        >>> math.isfinite(score)
+        True
     """
     num_points = x.size(0) if x.dim() == 1 else x.size(-2)
     rows_first = y.size(0) == num_points and x.dim() <= 2
