@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import resource
 import statistics
 import subprocess
 import time
@@ -24,13 +23,15 @@ import tighter_gp
 from .errors import UserError
 from .options import writable_folder
 from .plotting import new_figure, save, style
-from .runs import append_result, environment, read_results
+from .runs import append_result, environment, peak_memory_mb, read_results, reset_peak_memory
 
 GRID = ((64, 256), (256, 256), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096))
 LARGE = ((2048, 2048),)
 SMOKE = ((16, 32), (32, 32))
 NUM_DATA = 100_000
 NUM_DIMS = 8
+
+PARTS = ("grid", "scaling", "prediction", "collapsed")
 
 Step = Callable[[], Any]
 
@@ -185,8 +186,13 @@ def gemm_rate(size: int, device: str) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def _resident_memory() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _extra_memory(function: Callable[[], Any]) -> float:
+    """MB that the process, or the device, holds at most during a call, above what it held before."""
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    before = peak_memory_mb(device) or math.nan
+    function()
+    return (peak_memory_mb(device) or math.nan) - before
 
 
 def peak_memory(step: Step) -> float:
@@ -270,9 +276,9 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
     model = _Model(make_strategy).to(args.device).eval()
     x = torch.rand(num_points, NUM_DIMS, device=args.device)
     tighter_gp.predict(model, x[:chunk], batch_size=chunk)
-    before, start = _resident_memory(), time.perf_counter()
-    tighter_gp.predict(model, x, batch_size=chunk)
-    seconds, extra = time.perf_counter() - start, _resident_memory() - before
+    start = time.perf_counter()
+    extra = _extra_memory(lambda: tighter_gp.predict(model, x, batch_size=chunk))
+    seconds = time.perf_counter() - start
     # A triangular solve and one product, timed within the same passes.
     some = x[: 8 * chunk]
     with torch.profiler.profile() as profile:
@@ -284,7 +290,7 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
         "num_inducing": num_inducing,
         "num_points": num_points,
         "seconds": seconds,
-        "extra_memory_mib": extra,
+        "extra_memory_mb": extra,
         "gflops": rates[0],
         "gemm_gflops": rates[1],
         "share_of_gemm": rates[0] / rates[1],
@@ -301,17 +307,14 @@ def collapsed(args: argparse.Namespace) -> dict[str, Any]:
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=NUM_DIMS)).to(args.device)
     points = x[:num_inducing].clone().requires_grad_()
     noise = torch.tensor(0.01, device=args.device, requires_grad=True)
-    before, start = _resident_memory(), time.perf_counter()
-    value = tighter_gp.collapsed_bound(kernel, points, x, y, noise, jitter_val=1e-4)
-    value.backward()
+    start = time.perf_counter()
+    extra = _extra_memory(lambda: tighter_gp.collapsed_bound(kernel, points, x, y, noise, jitter_val=1e-4).backward())
     return {
         "experiment": "speed collapsed",
         "num_inducing": num_inducing,
         "num_data": num_data,
         "seconds": time.perf_counter() - start,
-        "extra_memory_mib": _resident_memory() - before,
-        "resident_memory_mib": _resident_memory(),
-        "bound_per_datum": value.item() / num_data,
+        "extra_memory_mb": extra,
     }
 
 
@@ -336,6 +339,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=40, help="steps of each method at (512, 1024)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure anew (default: all)")
     parser.add_argument("--large", action="store_true", help="add M = 2048")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled step out")
     parser.add_argument("--peers", action="store_true", help="add GPflow and GPJax (see `make peers`)")
@@ -351,42 +355,73 @@ def run(args: argparse.Namespace) -> None:
     if args.smoke:
         args.repeats = 3
     path = folder / "speed.jsonl"
+    replaced = {
+        "speed" if part == "grid" else f"speed {part}" for part in (*args.parts, *(["peers"] if args.peers else []))
+    }
+    kept = [line for line in read_results(path) if line["experiment"] not in replaced] if path.exists() else []
     path.unlink(missing_ok=True)
+    for line in kept:
+        append_result(path, line)
 
     def keep(line: dict[str, Any]) -> None:
         append_result(path, {**line, "threads": torch.get_num_threads(), "environment": environment(args.device)})
 
-    for num_inducing, batch_size in grid:
+    for num_inducing, batch_size in grid if "grid" in args.parts else ():
         line = time_grid_point(num_inducing, batch_size, args)
         keep(line)
         print(_row(line), flush=True)
-    for line in scaling(args):
+    for line in [
+        *(scaling(args) if "scaling" in args.parts else ()),
+        *([prediction(args)] if "prediction" in args.parts else ()),
+        *([collapsed(args)] if "collapsed" in args.parts else ()),
+    ]:
         keep(line)
-        print(
-            f"over {line['axis']} {line['sizes']}: time grows with exponent {line['exponent']:.2f}, "
-            f"memory with {line['memory_exponent']:.2f}"
-        )
-    line = prediction(args)
-    keep(line)
-    print(
-        f"predicting {line['num_points']} points at M={line['num_inducing']}: {line['seconds']:.1f} s, "
-        f"{line['extra_memory_mib']:.0f} MiB extra, {line['share_of_gemm']:.2f} of the GEMM rate in solve and products, "
-        f"{line['share_of_gemm_whole']:.2f} in all"
-    )
-    line = collapsed(args)
-    keep(line)
-    print(
-        f"collapsed bound and gradient of {line['num_data']} rows at M={line['num_inducing']}: {line['seconds']:.1f} s, "
-        f"{line['extra_memory_mib']:.0f} MiB extra, {line['resident_memory_mib']:.0f} MiB in all"
-    )
+        print(_sentence(line), flush=True)
     if args.peers:
-        for line in peer_times(grid, args.peers_dir):
+        for line in (*in_a_row(grid, args), *peer_times(grid, args.peers_dir)):
             keep(line)
             print(f"{line['method']} ({line['num_inducing']}, {line['batch_size']}): {line['milliseconds']:.2f} ms")
     print()
     print(table(read_results(path)))
     draw(read_results(path), folder / "speed.png")
     print(f"\nwrote {path} and {folder / 'speed.png'}")
+
+
+def in_a_row(grid: tuple[tuple[int, int], ...], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The compiled step alone, one after the other, as the peers are timed; with a float32 factor, as theirs is."""
+    lines = []
+    for num_inducing, batch_size in grid:
+        step = make_step("t-svgp compiled, float32 factor", num_inducing, batch_size, args.device)
+        times = interleave({"step": step}, 30 if num_inducing <= 512 else 8, args.device)["step"]
+        lines.append(
+            {
+                "experiment": "speed peers",
+                "method": "t-svgp compiled, float32 factor, alone",
+                "num_inducing": num_inducing,
+                "batch_size": batch_size,
+                "milliseconds": statistics.median(times),
+            }
+        )
+    return lines
+
+
+def _sentence(line: dict[str, Any]) -> str:
+    """A measurement other than a step, in words."""
+    if line["experiment"] == "speed scaling":
+        return (
+            f"Over {line['axis'].replace('_', ' ')} {', '.join(map(str, line['sizes']))}, a T-SVGP step's time grows with "
+            f"exponent {line['exponent']:.2f} and its memory with {line['memory_exponent']:.2f}."
+        )
+    if line["experiment"] == "speed prediction":
+        return (
+            f"Predicting {line['num_points']:,} points at M={line['num_inducing']}: {line['seconds']:.0f} s, "
+            f"{line['extra_memory_mb']:.0f} MB extra, {line['share_of_gemm']:.2f} of the machine's GEMM rate in solve and "
+            f"products, {line['share_of_gemm_whole']:.2f} in all."
+        )
+    return (
+        f"Collapsed bound and gradient of {line['num_data']:,} rows at M={line['num_inducing']}: {line['seconds']:.0f} s, "
+        f"{line['extra_memory_mb']:.0f} MB extra."
+    )
 
 
 def _row(line: dict[str, Any]) -> str:
@@ -413,7 +448,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     for method in methods[1:]:
         ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
         summary.append(f"{method} {statistics.geometric_mean(ratios):.2f}")
-    rows += ["", f"Geometric mean of the ratio to GPyTorch's SVGP: {', '.join(summary)}."]
+    rows += ["", f"Geometric mean of the ratio to GPyTorch's SVGP: {'; '.join(summary)}."]
+    others = [f"- {_sentence(line)}" for line in lines if line["experiment"] not in ("speed", "speed peers")]
+    rows += ["", *others] if others else []
     return "\n".join(rows)
 
 
