@@ -69,7 +69,7 @@ def test_results_are_reportable(smoke, capsys):
 
 
 def test_pairs_share_start_and_inducing_points():
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, "iterations": 2}, gplvm.SMOKE, gplvm.METHODS)
+    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
     data = gplvm.load("phases", args)
     first, second = (gplvm.start(data, 8, seed=3) for _ in range(2))
     for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
@@ -79,8 +79,92 @@ def test_pairs_share_start_and_inducing_points():
     )
 
 
+def test_pairs_go_on_from_one_warm_start_made_with_the_base_bound(smoke):
+    results, _ = smoke
+    base, tighter = results[:2]
+    steps = base["warmup_steps"]
+    assert steps == tighter["warmup_steps"] == 4 * 4
+    warm = [[point for point in result["trace"] if point["step"] <= steps] for result in (base, tighter)]
+    assert warm[0] == warm[1]
+    assert base["trace"] != tighter["trace"]
+    assert [point["step"] for point in base["trace"]] == [point["step"] for point in tighter["trace"]]
+    assert base["steps"] == tighter["steps"] == 12 * 4
+
+
+def test_warm_start_is_made_once_and_is_the_same_when_made_again(monkeypatch):
+    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    args.warmup_epochs = 1
+    data = gplvm.load("phases", args)
+    base, tighter = (gplvm.describe(args, "phases", 8, 0, method) for method in gplvm.METHODS[:2])
+    monkeypatch.setattr(gplvm, "_WARM_STARTS", {})
+    first = gplvm.warm_start(base, data)
+    assert gplvm.warm_start(tighter, data) is first
+    assert first.steps == 4
+    monkeypatch.setattr(gplvm, "_WARM_STARTS", {})
+    again = gplvm.warm_start(tighter, data)
+    assert again.trace == first.trace
+    for name, value in first.state.items():
+        assert torch.equal(value, again.state[name]), name
+    base["config"]["warmup_epochs"] = 0
+    none = gplvm.warm_start(base, data)
+    assert none.steps == 0
+    for name, value in gplvm.start(data, 8, 0).state_dict().items():
+        assert torch.equal(value, none.state[name]), name
+
+
+def test_an_interrupted_run_keeps_its_trace(tmp_path, monkeypatch):
+    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    data = gplvm.load("phases", args)
+    run = gplvm.describe(args, "phases", 8, 0, "tv-bgplvm")
+    model = gplvm.start(data, 8, 0)
+    elbo = gplvm.make_elbo(model, data, tighter=True)
+    options = {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 4, "notes": 4}
+
+    def interrupt(trace, state):
+        original(trace, state)
+        if state.step == 6:
+            raise KeyboardInterrupt
+
+    original = gplvm.Trace.__call__
+    monkeypatch.setattr(gplvm.Trace, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gplvm.fit_batches(model, elbo, data, run, 4, 0.01, **options)
+    monkeypatch.setattr(gplvm.Trace, "__call__", original)
+    model = gplvm.start(data, 8, 0)
+    elbo = gplvm.make_elbo(model, data, tighter=True)
+    _, trace = gplvm.fit_batches(model, elbo, data, run, 4, 0.01, resume=True, **options)
+    assert [point["step"] for point in trace.points] == [4, 8, 12, 16]
+
+
+def test_evaluation_error_is_small_and_draws_are_common(smoke):
+    results, _ = smoke
+    for result in results[:2]:
+        for name in ("bound_tighter", "bound_base"):
+            assert 0 < result[f"{name}_se"] < 0.02 * abs(result[name])
+    assert gplvm.own_error(results[2]) is None
+
+
+def test_table_of_what_is_judged():
+    common = {"experiment": "gplvm", "dataset": "oil", "split": 0, "num_inducing": 25, "config": {}}
+    results = [
+        {**common, "seed": seed, "method": method, "bound": bound, "error": error, "rmse": rmse, "nlpd": 0.0}
+        | {"rmse_column_mean": 1.0}
+        for seed, method, bound, error, rmse in (
+            (0, "v-bgplvm", -5.0, 0.01, 0.30),
+            (0, "tv-bgplvm", -4.8, 0.04, 0.31),
+            (1, "v-bgplvm", -4.0, 0.01, 0.30),
+            (1, "tv-bgplvm", -4.1, 0.02, 0.33),
+        )
+    ]
+    line = gplvm.judged_table(results).splitlines()[-1]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["oil", "25", "tv-bgplvm − v-bgplvm", "1 of 2", "0.960", "0.330", "+0.0200 ± 0.0100",
+                     "+0.0000 ± 0.0000", "yes"]  # fmt: skip
+    assert gplvm.judged_table(results[:1]) is None
+
+
 def test_data_are_scaled_with_training_rows_alone():
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, "iterations": 2}, gplvm.SMOKE, gplvm.METHODS)
+    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
     data = gplvm.load("phases", args)
     torch.testing.assert_close(data.train.mean(0), torch.zeros(12), atol=1e-12, rtol=0)
     torch.testing.assert_close(data.train.std(0), torch.ones(12))
@@ -93,6 +177,7 @@ def test_bad_flags_are_errors(tmp_path):
         (["--methods", "gplvm"], "unknown method"),
         (["--num-inducing", "200"], "more than the 150 rows"),
         (["--iterations", "0"], "--iterations must be positive"),
+        (["--warmup-epochs", "-1"], "--warmup-epochs must not be negative"),
     ):
         with pytest.raises(UserError, match=message):
             gplvm.run(arguments("--smoke", "--out", str(tmp_path), *flags))
@@ -109,7 +194,7 @@ def test_oil_flow_starts_and_improves():
     if not (DATA / "oil_flow" / "3PhData.tar.gz").is_file():
         pytest.skip("no oil flow data: set TIGHTER_GP_DATA")
     args = arguments("--data-dir", str(DATA), "--num-inducing", "10")
-    args = gplvm.resolve(args, {**gplvm.DEFAULTS, "iterations": 12}, gplvm.SMOKE, gplvm.METHODS)
+    args = gplvm.resolve(args, {**gplvm.DEFAULTS, "warmup_epochs": 1, "iterations": 12}, gplvm.SMOKE, gplvm.METHODS)
     data = gplvm.load("oil", args)
     assert data.train.shape == data.test.shape == (1000, 12)
     assert sorted(set(data.labels.tolist())) == [0, 1, 2]

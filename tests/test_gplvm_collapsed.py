@@ -369,10 +369,14 @@ def test_bad_models_are_errors():
         build(latents, z, y[:40])
     with pytest.raises(ValueError, match="M x 2"):
         build(latents, z[:, :1], y)
-    with pytest.raises(ValueError, match="number of outputs, 1"):
+    with pytest.raises(ValueError, match="between 1 and 1, the number of columns of the data; got 2"):
         build(latents, z, y[:, :1])
     with pytest.raises(ValueError, match=r"Columns \[2\] of the data are constant"):
         build(latents, z, torch.where(torch.arange(5) == 2, torch.ones_like(y), y))
+    with pytest.raises(ValueError, match=r"Columns \[2\] of the data have no observed entry"):
+        build(latents, z, torch.where(torch.arange(5) == 2, torch.nan, y))
+    with pytest.raises(ValueError, match="shaped like the data"):
+        build(latents, z, y, mask=torch.ones(60, 4, dtype=torch.bool))
     with pytest.raises(TypeError, match="closed forms for ScaleKernel"):
         build(latents, z, y, covar_module=ScaleKernel(MaternKernel()))
     with pytest.raises(TypeError, match="closed forms for ScaleKernel"):

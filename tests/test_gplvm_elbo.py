@@ -545,10 +545,12 @@ def test_bad_models_are_errors():
         toy.elbo(toy.model(likelihood=BernoulliLogitLikelihood()))
     with pytest.raises(ValueError, match="num_data=3"):
         LatentVariableELBO(toy.model().likelihood, toy.model(), 3)(torch.arange(4), toy.y[:4])
-    with pytest.raises(ValueError, match="must not exceed the number of outputs, 1"):
+    with pytest.raises(ValueError, match="between 1 and 1, the number of columns of the data; got 2"):
         BayesianGPLVM(VariationalLatents(toy.mean), toy.z, 1)
     with pytest.raises(ValueError, match="M x 2"):
         BayesianGPLVM(VariationalLatents(toy.mean), torch.randn(3, 4, 2), 3)
+    with pytest.raises(ValueError, match="num_samples must be at least 1; got 0"):
+        toy.elbo()(None, toy.y, num_samples=0)
     with pytest.raises(ValueError, match="all 11 rows"):
         toy.elbo().evaluate(toy.y[:5])
 

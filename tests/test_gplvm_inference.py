@@ -200,6 +200,11 @@ def test_bad_calls_are_errors(trained):
         model.infer_latents(y, torch.ones(90, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="num_candidates"):
         model.infer_latents(y, num_candidates=0)
+    with pytest.raises(ValueError, match="The number of new rows must be at least 1; got 0"):
+        model.infer_latents(y[:0])
+    for call in (model.infer_latents, lambda data, **kw: model.reconstruct(model.latents.q(), **kw)):
+        with pytest.raises(ValueError, match="num_samples must be at least 1; got 0"):
+            call(y, num_samples=0)
     with pytest.raises(ValueError, match="B x 3"):
         model.reconstruct(torch.zeros(4, 2))
     with pytest.raises(ValueError, match="90 rows of data for 4 latents"):

@@ -56,6 +56,8 @@ class BayesianGPLVM(ApproximateGP):
         >>> loss.backward()
         >>> for optimizer in optimizers:
         ...     optimizer.step()
+        >>> bool(loss.isfinite())
+        True
     """
 
     def __init__(

@@ -28,6 +28,20 @@ from ..linalg import cholesky, project, residual_variance
 from ..moments import add_identity_cholesky
 from .psi import pack_pairs, psi0, psi1, psi2_pairs, unpack_pairs
 
+__all__ = [
+    "LatentProblem",
+    "Statistics",
+    "collapsed_core",
+    "constant_scale_bound",
+    "gauss_hermite_nodes",
+    "latent_kl",
+    "residual_at",
+    "sobol_nodes",
+    "standard_bound",
+    "statistics",
+    "tighter_bound",
+]
+
 _LOG_2PI = math.log(2 * math.pi)
 
 
@@ -43,6 +57,22 @@ class LatentProblem(NamedTuple):
     :param targets: :math:`Y`, ``N x P``; entries that are not observed are ignored.
     :param observed: Which entries count, ``N x P``; None for all.
     :param jitter: Added to the diagonal of :math:`K_{ZZ}`.
+
+    Example:
+        >>> from tighter_gp.gplvm import collapsed
+        >>> problem = collapsed.LatentProblem(
+        ...     mean=torch.randn(8, 1),
+        ...     variance=torch.full((8, 1), 0.1),
+        ...     inducing_points=torch.tensor([[-1.0], [0.0], [1.0]]),
+        ...     outputscale=torch.tensor(1.0),
+        ...     lengthscale=torch.ones(1),
+        ...     noise=torch.tensor(0.1),
+        ...     targets=torch.randn(8, 2),
+        ... )
+        >>> nodes, weights = collapsed.gauss_hermite_nodes(20, 1, problem.targets)
+        >>> standard, constant = collapsed.standard_bound(problem), collapsed.constant_scale_bound(problem)
+        >>> bool(standard <= constant <= collapsed.tighter_bound(problem, nodes, weights))
+        True
     """
 
     mean: Tensor
@@ -63,6 +93,11 @@ class Statistics(NamedTuple):
     :param gram: :math:`L^{-1} \Psi_2 L^{-\top} / \sigma_p^2`, ``G x M x M``; :math:`\Psi_2` sums over observed rows.
     :param linear: :math:`L^{-1} \Psi_1^\top y_p / \sigma_p^2`, ``P x M``.
     :param mean_residual: :math:`\langle d_n \rangle`, ``N``.
+
+    Example:
+        >>> sums = tighter_gp.gplvm.collapsed.statistics(problem)
+        >>> sums.chol.shape, sums.linear.shape, sums.mean_residual.shape
+        (torch.Size([3, 3]), torch.Size([2, 3]), torch.Size([8]))
     """
 
     chol: Tensor
@@ -90,7 +125,13 @@ def inducing_cholesky(problem: LatentProblem) -> Tensor:
 
 
 def statistics(problem: LatentProblem) -> Statistics:
-    r"""All that the bounds need of the data, in :math:`O(N M^2 (Q + G))`."""
+    r"""All that the bounds need of the data, in :math:`O(N M^2 (Q + G))`.
+
+    Example:
+        >>> sums = tighter_gp.gplvm.collapsed.statistics(problem)
+        >>> bool((sums.mean_residual >= 0).all())
+        True
+    """
     mean, variance, z, outputscale, lengthscale, noise, _, observed, _ = problem
     num_inducing = z.size(-2)
     chol = inducing_cholesky(problem)
@@ -135,6 +176,11 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
         \sum_p \Bigl\{ -\tfrac N2 \log 2\pi\sigma^2 + \tfrac12 \log \frac{|K_{ZZ}|}{|W|} - \frac{y_p^\top y_p}{2\sigma^2}
         + \frac{1}{2\sigma^4}\, y_p^\top \Psi_1 W^{-1} \Psi_1^\top y_p \Bigr\},
         \qquad W = K_{ZZ} + \Psi_2/\sigma^2
+
+    Example:
+        >>> core = tighter_gp.gplvm.collapsed.collapsed_core(problem, tighter_gp.gplvm.collapsed.statistics(problem))
+        >>> bool(core > tighter_gp.gplvm.collapsed.tighter_bound(problem, torch.zeros(1, 1, 1)))
+        True
     """
     noise = problem.noise.reshape(1, -1)
     factor = add_identity_cholesky(sums.gram)  # G x M x M
@@ -145,7 +191,13 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
 
 
 def latent_kl(problem: LatentProblem) -> Tensor:
-    r""":math:`\sum_n \mathrm{KL}[q(x_n) \Vert \mathcal N(0, I)]`."""
+    r""":math:`\sum_n \mathrm{KL}[q(x_n) \Vert \mathcal N(0, I)]`.
+
+    Example:
+        >>> at_prior = problem._replace(mean=torch.zeros(8, 1), variance=torch.ones(8, 1))
+        >>> tighter_gp.gplvm.collapsed.latent_kl(at_prior)
+        tensor(0.)
+    """
     variance = problem.variance
     return 0.5 * (variance + problem.mean.square() - 1 - variance.log()).sum()
 
@@ -155,6 +207,11 @@ def residual_at(problem: LatentProblem, chol: Tensor, nodes: Tensor) -> Tensor:
 
     :param nodes: :math:`\epsilon`, ``S x N x Q``, or ``S x 1 x Q`` for the same nodes in every row.
     :return: Shape ``S x N``.
+
+    Example:
+        >>> chol = tighter_gp.gplvm.collapsed.statistics(problem).chol
+        >>> tighter_gp.gplvm.collapsed.residual_at(problem, chol, torch.zeros(5, 1, 1)).shape
+        torch.Size([5, 8])
     """
     x = problem.mean + problem.variance.sqrt() * nodes
     cross = rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
@@ -172,6 +229,10 @@ def standard_bound(problem: LatentProblem, sums: Statistics | None = None, kl: T
     :param problem: The model and the data.
     :param sums: :func:`statistics` of the problem, if they are at hand.
     :param kl: :math:`\mathrm{KL}_x`, for another prior than :math:`\mathcal N(0, I)`.
+
+    Example:
+        >>> bool(tighter_gp.gplvm.collapsed.standard_bound(problem).isfinite())
+        True
     """
     sums = statistics(problem) if sums is None else sums
     return _bound(problem, sums, sums.mean_residual.unsqueeze(-1) / problem.noise, kl)
@@ -182,6 +243,11 @@ def constant_scale_bound(problem: LatentProblem, sums: Statistics | None = None,
 
     The best such scale is :math:`m_{np} = \sigma_p^2 / (\sigma_p^2 + \langle d_n \rangle)`. In closed form like
     :func:`standard_bound`, whose parameters it has, and never below it.
+
+    Example:
+        >>> constant = tighter_gp.gplvm.collapsed.constant_scale_bound(problem)
+        >>> bool(constant > tighter_gp.gplvm.collapsed.standard_bound(problem))
+        True
     """
     sums = statistics(problem) if sums is None else sums
     return _bound(problem, sums, torch.log1p(sums.mean_residual.unsqueeze(-1) / problem.noise), kl)
@@ -201,6 +267,12 @@ def tighter_bound(
 
     :param nodes: Standard normal nodes, ``S x N x Q``, or ``S x 1 x Q`` for the same in every row.
     :param weights: Weight of each node, ``S``; default equal.
+
+    Example:
+        >>> nodes, weights = tighter_gp.gplvm.collapsed.gauss_hermite_nodes(20, 1, problem.targets)
+        >>> tighter = tighter_gp.gplvm.collapsed.tighter_bound(problem, nodes, weights)
+        >>> bool(tighter > tighter_gp.gplvm.collapsed.standard_bound(problem))
+        True
     """
     sums = statistics(problem) if sums is None else sums
     price = torch.log1p(residual_at(problem, sums.chol, nodes).unsqueeze(-1) / problem.noise)
@@ -212,6 +284,11 @@ def gauss_hermite_nodes(order: int, dim: int, like: Tensor) -> tuple[Tensor, Ten
     r"""A product grid for expectations under :math:`\mathcal N(0, I)`: ``order**dim`` nodes, for few dimensions.
 
     :return: Nodes ``S x 1 x Q`` and weights ``S``.
+
+    Example:
+        >>> nodes, weights = tighter_gp.gplvm.collapsed.gauss_hermite_nodes(3, 2, torch.zeros(()))
+        >>> nodes.shape, round((weights * nodes[:, 0, 0] ** 2).sum().item(), 4)
+        (torch.Size([9, 1, 2]), 1.0)
     """
     if order**dim > 10**6:
         raise ValueError(
@@ -224,7 +301,12 @@ def gauss_hermite_nodes(order: int, dim: int, like: Tensor) -> tuple[Tensor, Ten
 
 
 def sobol_nodes(num_nodes: int, dim: int, like: Tensor, seed: int | None = None) -> Tensor:
-    r"""Scrambled Sobol points mapped to :math:`\mathcal N(0, I)`, ``S x 1 x Q``: many dimensions, equal weights."""
+    r"""Scrambled Sobol points mapped to :math:`\mathcal N(0, I)`, ``S x 1 x Q``: many dimensions, equal weights.
+
+    Example:
+        >>> tighter_gp.gplvm.collapsed.sobol_nodes(64, 5, torch.zeros(()), seed=0).shape
+        torch.Size([64, 1, 5])
+    """
     uniform = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(num_nodes, dtype=torch.float64)
     tiny = torch.finfo(torch.float64).eps
     normal = torch.special.ndtri(uniform.clamp(tiny, 1 - tiny))

@@ -81,6 +81,11 @@ class PrincipalComponents(NamedTuple):
 
     :param scores: Unit variance a column, ``N x Q``.
     :param fraction: Variance each component explains over that of the first, ``Q``.
+
+    Example:
+        >>> components = tighter_gp.gplvm.principal_components(torch.randn(20, 5), 2)
+        >>> components.scores.shape, components.fraction[0].item()
+        (torch.Size([20, 2]), 1.0)
     """
 
     scores: Tensor

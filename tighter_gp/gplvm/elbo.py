@@ -32,6 +32,12 @@ class LatentELBOTerms(NamedTuple):
     :param log_prior: Log density of the priors on hyperparameters, over :math:`N`.
     :param added_loss: Added loss terms of the model, unscaled as in GPyTorch.
     :param conditional: :math:`\beta \sum_p \mathrm{KL}[q(f_p|u_p) \Vert p(f_p|u_p)]`, mean over samples and rows.
+
+    Example:
+        >>> elbo = tighter_gp.gplvm.LatentVariableELBO(model.likelihood, model, num_data=len(Y), combine_terms=False)
+        >>> terms = elbo(rows, Y[rows])
+        >>> bool(terms.latent_kl >= 0), terms.bound.shape
+        (True, torch.Size([]))
     """
 
     log_likelihood: Tensor
@@ -75,6 +81,8 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
     Example:
         >>> elbo = tighter_gp.gplvm.LatentVariableELBO(model.likelihood, model, num_data=len(Y))
         >>> loss = -elbo(rows, Y[rows], num_samples=3)
+        >>> loss.shape, loss.requires_grad
+        (torch.Size([]), True)
     """
 
     def __init__(

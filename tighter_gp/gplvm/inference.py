@@ -51,8 +51,10 @@ def infer_latents(
     :return: Batch shape ``B x Q``, without a graph.
 
     Example:
-        >>> q_x = model.infer_latents(Y_new)
+        >>> q_x = model.infer_latents(Y_new, num_steps=20)
         >>> filled = torch.where(torch.isnan(Y_new), model.reconstruct(q_x).mean, Y_new)
+        >>> bool(filled.isnan().any())
+        False
     """
     check_count("num_samples", num_samples)
     check_count("num_candidates", num_candidates)

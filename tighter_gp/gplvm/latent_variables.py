@@ -27,6 +27,11 @@ class Latents(Module, ABC):
     :ivar int num_data: Number of rows :math:`N`.
     :ivar int latent_dim: :math:`Q`.
     :ivar LatentPrior prior: :math:`p(x_n)`.
+
+    Example:
+        >>> latents = tighter_gp.gplvm.VariationalLatents(torch.randn(20, 3))
+        >>> isinstance(latents, tighter_gp.gplvm.Latents), latents.num_data, latents.latent_dim
+        (True, 20, 3)
     """
 
     num_data: int
@@ -142,6 +147,12 @@ class ParameterGroups(NamedTuple):
 
     :param dense: For :class:`torch.optim.Adam` and the like.
     :param sparse: Tables whose gradients are sparse, for :class:`torch.optim.SparseAdam`; empty with an encoder.
+
+    Example:
+        >>> latents = tighter_gp.gplvm.VariationalLatents(torch.randn(20, 3))
+        >>> groups = tighter_gp.gplvm.parameter_groups(latents)
+        >>> len(groups.dense), [table.shape for table in groups.sparse]
+        (0, [torch.Size([20, 3]), torch.Size([20, 3])])
     """
 
     dense: list[Parameter]
@@ -157,6 +168,8 @@ def parameter_groups(*modules: torch.nn.Module) -> ParameterGroups:
     Example:
         >>> dense, sparse = tighter_gp.gplvm.parameter_groups(model)
         >>> optimizers = [torch.optim.Adam(dense, lr=0.01), torch.optim.SparseAdam(sparse, lr=0.01)]
+        >>> len(sparse)  # the means and the standard deviations of q(x)
+        2
     """
     tables: set[int] = set()
     for module in modules:

@@ -18,6 +18,12 @@ class LatentPrior(Module):
     :param distribution: Any torch distribution of one row: batch shape ``Q`` (or scalar) with independent coordinates,
         or event shape ``Q``. Default :math:`\mathcal N(0, I)`. It is copied.
     :param like: Start of the latents, ``N x Q``; gives the dimension, dtype and device.
+
+    Example:
+        >>> prior = tighter_gp.gplvm.LatentPrior(None, torch.zeros(20, 2))  # standard normal, for 20 rows
+        >>> q = torch.distributions.Normal(torch.zeros(3, 2), torch.ones(3, 2))
+        >>> prior.kl_divergence(q)
+        tensor([0., 0., 0.])
     """
 
     def __init__(self, distribution: Distribution | None, like: Tensor) -> None:

@@ -23,6 +23,10 @@ def psi0(mean: Tensor, outputscale: Tensor) -> Tensor:
 
     :param mean: :math:`\mu`, shape ``N x Q``.
     :param outputscale: :math:`s^2`, a scalar.
+
+    Example:
+        >>> tighter_gp.gplvm.psi.psi0(torch.zeros(3, 1), torch.tensor(2.0))
+        tensor([2., 2., 2.])
     """
     return outputscale.expand(mean.size(-2))
 
@@ -39,6 +43,12 @@ def psi1(mean: Tensor, variance: Tensor, inducing_points: Tensor, outputscale: T
     :param outputscale: :math:`s^2`, a scalar.
     :param lengthscale: :math:`\ell`, shape ``Q``.
     :return: Shape ``N x M``.
+
+    Example:
+        >>> mean, variance = torch.zeros(2, 1), torch.tensor([[0.0], [3.0]])
+        >>> tighter_gp.gplvm.psi.psi1(mean, variance, torch.zeros(1, 1), torch.tensor(2.0), torch.ones(1))
+        tensor([[2.],
+                [1.]])
     """
     squared = lengthscale.square()
     distance = (mean.unsqueeze(-2) - inducing_points).square() / (squared + variance).unsqueeze(-2)
@@ -58,6 +68,12 @@ def psi2_pairs(
         \qquad \bar z = \tfrac12 (z_i + z_j)
 
     :return: Shape ``N x M(M+1)/2``; the parameters are those of :func:`psi1`.
+
+    Example:
+        >>> mean, variance = torch.zeros(2, 1), torch.tensor([[0.0], [1.5]])
+        >>> tighter_gp.gplvm.psi.psi2_pairs(mean, variance, torch.zeros(1, 1), torch.tensor(2.0), torch.ones(1))
+        tensor([[4.],
+                [2.]])
     """
     squared = lengthscale.square()
     first, second = torch.triu_indices(
@@ -78,13 +94,24 @@ def psi2_pairs(
 
 
 def pack_pairs(matrix: Tensor) -> Tensor:
-    """The pairs :math:`i \\le j` of symmetric matrices, ``... x M x M`` to ``... x M(M+1)/2``."""
+    """The pairs :math:`i \\le j` of symmetric matrices, ``... x M x M`` to ``... x M(M+1)/2``.
+
+    Example:
+        >>> tighter_gp.gplvm.psi.pack_pairs(torch.tensor([[1.0, 2.0], [2.0, 3.0]]))
+        tensor([1., 2., 3.])
+    """
     first, second = torch.triu_indices(matrix.size(-1), matrix.size(-1), device=matrix.device).unbind()
     return matrix[..., first, second]
 
 
 def unpack_pairs(pairs: Tensor, size: int) -> Tensor:
-    """Symmetric matrices from their pairs, ``... x M(M+1)/2`` to ``... x M x M``."""
+    """Symmetric matrices from their pairs, ``... x M(M+1)/2`` to ``... x M x M``.
+
+    Example:
+        >>> tighter_gp.gplvm.psi.unpack_pairs(torch.tensor([1.0, 2.0, 3.0]), size=2)
+        tensor([[1., 2.],
+                [2., 3.]])
+    """
     first, second = torch.triu_indices(size, size, device=pairs.device).unbind()
     position = torch.empty(size, size, dtype=torch.long, device=pairs.device)
     position[first, second] = position[second, first] = torch.arange(first.numel(), device=pairs.device)

@@ -19,7 +19,13 @@ from .elbo import where_observed
 
 
 class Reconstruction(NamedTuple):
-    """Predictive mean and variance of the data, noise included; ``B x P`` each."""
+    """Predictive mean and variance of the data, noise included; ``B x P`` each.
+
+    Example:
+        >>> reconstruction = model.reconstruct(torch.zeros(3, model.latents.latent_dim))
+        >>> reconstruction.mean.shape == reconstruction.variance.shape == (3, model.num_outputs)
+        True
+    """
 
     mean: Tensor
     variance: Tensor
@@ -70,7 +76,9 @@ def reconstruct(
     :param generator: Source of randomness.
 
     Example:
-        >>> mean, variance = model.reconstruct(model.infer_latents(Y_new))
+        >>> mean, variance = model.reconstruct(model.infer_latents(Y_new, num_steps=20))
+        >>> mean.shape == Y_new.shape
+        True
     """
     num_rows = _check_latents(model, x, num_samples)
     num_samples = 1 if isinstance(x, Tensor) else num_samples
@@ -107,8 +115,10 @@ def log_density(
     :return: Shape ``B x P``; NaN where ``targets`` is NaN or masked.
 
     Example:
-        >>> q_x = model.infer_latents(Y_new, mask=observed)
-        >>> held_out = model.log_density(Y_new, q_x, mask=~observed).nanmean()
+        >>> q_x = model.infer_latents(Y_new, mask=observed, num_steps=20)
+        >>> held_out = model.log_density(Y_new, q_x, mask=~observed)
+        >>> torch.equal(held_out.isnan(), observed | Y_new.isnan())
+        True
     """
     targets, _ = as_observed(targets, mask, model.num_outputs)
     targets = targets.to(model.variational_strategy.inducing_points)

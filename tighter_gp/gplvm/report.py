@@ -27,6 +27,11 @@ class Relevance(NamedTuple):
         has a long lengthscale, one that q(x) leaves to the prior has no spread.
     :param lengthscale: :math:`\ell_q`, ``Q``.
     :param spread: Standard deviation of the means of q(x) over the rows, ``Q``.
+
+    Example:
+        >>> report = tighter_gp.gplvm.relevance(model)
+        >>> report.relevance[0].item(), len(report.order) == model.latents.latent_dim
+        (1.0, True)
     """
 
     order: Tensor
@@ -49,6 +54,8 @@ def relevance(model: Any) -> Relevance:
 
     Example:
         >>> first, second = tighter_gp.gplvm.relevance(model).order[:2].tolist()
+        >>> first != second
+        True
     """
     latent_dim = model.latents.latent_dim
     scales = [
@@ -90,6 +97,8 @@ def plot_latents(
 
     Example:
         >>> ax = tighter_gp.gplvm.plot_latents(model, labels, shade=False)
+        >>> ax.get_xlabel()[:17]
+        'latent dimension '
         >>> ax.figure.savefig("latents.png")
     """
     import matplotlib.pyplot as plt
