@@ -60,6 +60,8 @@ LABELS = {
     "t-solve-gp": "T-SOLVE-GP",
     "drop": "without last term",
     "exact": "with last term",
+    "v-bgplvm": "V-BGPLVM",
+    "tv-bgplvm": "TV-BGPLVM",
 }
 TITLES = {
     "snelson": "One-dimensional regression",
@@ -242,7 +244,7 @@ def means_table(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def pairs_table(results: Sequence[Result]) -> str | None:
+def pairs_table(results: Sequence[Result], list_losses: bool = True) -> str | None:
     """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs."""
     metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
     totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
@@ -283,7 +285,7 @@ def pairs_table(results: Sequence[Result]) -> str | None:
         f"\n\nMean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
         f"{TIE}. *Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
     )
-    if losses:
+    if losses and list_losses:
         text += "\n\nLosses:\n\n" + "\n".join(losses)
     return text
 
@@ -363,6 +365,17 @@ def make_report(results: Sequence[Result], figures: Sequence[Path] = ()) -> str:
         commands = dict.fromkeys(result.get("command", "") for result in own)
         parts.append("\n".join(["Made by:", "", "```", *sorted(filter(None, commands)), "```"]))
     return "\n\n".join(parts) + "\n"
+
+
+def make_summary(results: Sequence[Result]) -> str:
+    """What the README shows: differences alone, and the table of the last term."""
+    parts = []
+    for experiment, title in TITLES.items():
+        own = [result for result in results if result["experiment"] == experiment]
+        shown = prediction_table(own) if experiment == "prediction" and own else pairs_table(own, list_losses=False)
+        if shown is not None:
+            parts += [f"**{title}** (`python -m benchmarks {experiment}`)", shown]
+    return "\n\n".join(parts)
 
 
 def _provenance(results: Sequence[Result]) -> str:

@@ -100,7 +100,8 @@ def predict(
         raise ValueError(f"Unknown last_term {last_term!r}; choose {', '.join(map(repr, LAST_TERMS))}.")
     if x.dim() == 1:
         x = x.unsqueeze(-1)
-    means, variances, clamped = [], [], 0
+    means = variances = x.new_empty(0)
+    clamped = 0
     with temporary_mode(model, False):
         latent = latent_gp(model)
         training = None
@@ -115,17 +116,18 @@ def predict(
                 residual = points.residual.double() - reduction
                 clamped += int((residual < 0).sum()) if last_term == "diagonal" else 0
                 variance = variance - (points.residual.double() - residual.clamp_min(0.0)).to(variance.dtype)
-            means.append(mean.to(x.dtype))
-            variances.append(variance.to(x.dtype))
+            if rows.start == 0:
+                # Made at once: results kept chunk by chunk would lie between the large arrays and fragment the memory.
+                means, variances = (x.new_empty(*moment.shape[:-1], x.size(-2)) for moment in (mean, variance))
+            means[..., rows], variances[..., rows] = mean, variance
     if clamped:
-        total = sum(variance.numel() for variance in variances)
         warnings.warn(
-            f"last_term='diagonal' made the residual variance negative at {clamped} of {total} test points; it was "
+            f"last_term='diagonal' made the residual variance negative at {clamped} of {variances.numel()} test points; it was "
             "clamped to zero there. Use last_term='subset'.",
             UserWarning,
             stacklevel=2,
         )
-    return MultivariateNormal(torch.cat(means, -1), DiagLinearOperator(torch.cat(variances, -1)))
+    return MultivariateNormal(means, DiagLinearOperator(variances))
 
 
 def _training_points(
