@@ -17,6 +17,8 @@ from .conditionals import OptimalConditional, ResidualBlocks, block_table, check
 from .inducing import kmeans
 from .moments import add_identity_cholesky
 
+__all__ = ["BlockBatchSampler", "Blocks", "partition"]
+
 
 @torch.no_grad()
 def partition(

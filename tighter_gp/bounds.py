@@ -30,6 +30,11 @@ def trace_penalty(residual: Tensor, noise: Tensor) -> Tensor:
     :param residual: :math:`d_n \ge 0`, shape ``... x N``.
     :param noise: :math:`\sigma_n^2 > 0`, broadcastable to ``residual``.
     :return: Sum over ``N``, shape ``...``.
+
+    Example:
+        >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
+        >>> tighter_gp.bounds.trace_penalty(residual, noise)
+        tensor(1.)
     """
     return 0.5 * (residual / noise).sum(-1)
 
@@ -40,6 +45,11 @@ def spherical_penalty(residual: Tensor, noise: Tensor) -> Tensor:
     .. math:: \tfrac N2 \log\Bigl(1 + \tfrac1N \sum_n d_n / \sigma_n^2\Bigr)
 
     Parameters as in :func:`trace_penalty`.
+
+    Example:
+        >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
+        >>> tighter_gp.bounds.spherical_penalty(residual, noise)
+        tensor(0.6931)
     """
     return 0.5 * residual.size(-1) * torch.log1p((residual / noise).mean(-1))
 
@@ -51,6 +61,11 @@ def log_penalty(residual: Tensor, noise: Tensor) -> Tensor:
 
     SVGP pays :func:`trace_penalty` instead; this is never more, and equal only where :math:`d_n = 0`.
     Parameters as in :func:`trace_penalty`.
+
+    Example:
+        >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
+        >>> tighter_gp.bounds.log_penalty(residual, noise)
+        tensor(0.6609)
     """
     return 0.5 * torch.log1p(residual / noise).sum(-1)
 
@@ -62,6 +77,11 @@ def full_penalty(residual_covariance: Tensor, noise: Tensor) -> Tensor:
 
     :param residual_covariance: :math:`D`, shape ``... x N x N``.
     :param noise: :math:`\sigma_n^2`, shape ``... x N``.
+
+    Example:
+        >>> covariance = torch.tensor([[1.0, 1.0], [1.0, 3.0]])
+        >>> tighter_gp.bounds.full_penalty(covariance, torch.tensor([2.0, 2.0]))
+        tensor(0.6264)
     """
     stddev = noise.sqrt()
     scaled = residual_covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
@@ -75,6 +95,10 @@ def scale_penalty(scale: Tensor) -> Tensor:
 
     :param scale: :math:`m_n > 0`, any shape.
     :return: Same shape; zero where :math:`m_n = 1`.
+
+    Example:
+        >>> tighter_gp.bounds.scale_penalty(torch.tensor([1.0, 0.5]))
+        tensor([0.0000, 0.0966])
     """
     return 0.5 * (scale - 1 - scale.log())
 
@@ -88,6 +112,11 @@ def optimal_scale(residual: Tensor, precision: Tensor) -> Tensor:
 
     :param residual: :math:`d_n`, shape ``... x N``.
     :param precision: :math:`\lambda_n \ge 0`, broadcastable to ``residual``.
+
+    Example:
+        >>> noise = torch.tensor(2.0)
+        >>> tighter_gp.bounds.optimal_scale(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
+        tensor([1.0000, 0.6667, 0.4000])
     """
     return (1 + precision * residual).reciprocal()
 
@@ -98,6 +127,11 @@ def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
     .. math:: -\phi(m_n) = \tfrac12 \Bigl(\log(1 + x_n) - \frac{x_n}{1 + x_n}\Bigr), \qquad x_n = \lambda_n d_n
 
     Parameters as in :func:`optimal_scale`; returns one value a point.
+
+    Example:
+        >>> noise = torch.tensor(2.0)
+        >>> tighter_gp.bounds.optimal_scale_penalty(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
+        tensor([0.0000, 0.0361, 0.1581])
     """
     ratio = precision * residual
     return 0.5 * (torch.log1p(ratio) - ratio / (1 + ratio))
@@ -125,6 +159,12 @@ def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tens
     :param targets: :math:`y - \mu(X)`, shape ``... x N``.
     :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
     :return: Shape ``...``.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.5]])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.nystrom_log_prob(projection, targets, noise)
+        tensor(-2.8790)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     stddev = noise.sqrt()
@@ -144,12 +184,25 @@ def titsias_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: 
     :param targets: :math:`y - \mu(X)`, shape ``... x N``.
     :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
     :param residual: :math:`d_n`, shape ``... x N``.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.titsias_bound(projection, targets, noise, residual)
+        tensor(-4.3790)
     """
     return nystrom_log_prob(projection, targets, noise) - trace_penalty(residual, noise)
 
 
 def spherical_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor) -> Tensor:
-    r""":math:`F_5 = F_9`: :func:`nystrom_log_prob` less :func:`spherical_penalty`. Parameters of :func:`titsias_bound`."""
+    r""":math:`F_5 = F_9`: :func:`nystrom_log_prob` less :func:`spherical_penalty`. Parameters of :func:`titsias_bound`.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.spherical_bound(projection, targets, noise, residual)
+        tensor(-3.9187)
+    """
     return nystrom_log_prob(projection, targets, noise) - spherical_penalty(residual, noise)
 
 
@@ -157,6 +210,12 @@ def tighter_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: 
     r""":math:`F_4`, the tighter bound: :func:`nystrom_log_prob` less :func:`log_penalty`.
 
     Parameters of :func:`titsias_bound`.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.tighter_bound(projection, targets, noise, residual)
+        tensor(-3.7953)
     """
     return nystrom_log_prob(projection, targets, noise) - log_penalty(residual, noise)
 
@@ -168,6 +227,13 @@ def scaled_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: T
               \bigl[ m_n d_n / \sigma_n^2 - 1 - \log m_n + m_n \bigr]
 
     :param scale: :math:`m_n > 0`, broadcastable to ``residual``; the others as in :func:`titsias_bound`.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> scale = torch.tensor([1.0, 0.4, 0.4])  # the best: noise / (noise + residual)
+        >>> tighter_gp.bounds.scaled_bound(projection, targets, noise, residual, scale)
+        tensor(-3.7953)
     """
     penalty = trace_penalty(scale * residual, noise) + scale_penalty(scale.expand_as(residual)).sum(-1)
     return nystrom_log_prob(projection, targets, noise) - penalty
@@ -179,6 +245,13 @@ def full_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_cova
     :func:`nystrom_log_prob` less :func:`full_penalty`.
 
     :param residual_covariance: :math:`D`, shape ``... x N x N``; the others as in :func:`titsias_bound`.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.5]])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> covariance = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.75, 0.5], [0.0, 0.5, 0.75]])
+        >>> tighter_gp.bounds.full_bound(projection, targets, noise, covariance)
+        tensor(-3.7081)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     return nystrom_log_prob(projection, targets, noise) - full_penalty(residual_covariance, noise)
@@ -188,6 +261,11 @@ def exact_log_evidence(covariance: Tensor, targets: Tensor, noise: Tensor) -> Te
     r""":math:`\log \mathcal N(y; 0, K + \Sigma)`, what every bound is below; :math:`O(N^3)`.
 
     :param covariance: :math:`K`, shape ``... x N x N``; the others as in :func:`titsias_bound`.
+
+    Example:
+        >>> covariance = torch.tensor([[1.0, 0.5, 0.5], [0.5, 1.0, 0.75], [0.5, 0.75, 1.0]])
+        >>> tighter_gp.bounds.exact_log_evidence(covariance, torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5))
+        tensor(-3.5613)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     factor = cholesky(covariance + torch.diag_embed(noise), name="K + noise")
@@ -212,6 +290,11 @@ def whitened_kl(q: Whitened) -> Tensor:
 
     :param q: A Gaussian with a triangular ``root`` or a ``stddev``.
     :return: Shape ``...``.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([1.0, 0.0]), stddev=torch.ones(2))
+        >>> tighter_gp.bounds.whitened_kl(q)
+        tensor(0.5000)
     """
     if q.root is not None:
         trace, diagonal = q.root.square().sum((-1, -2)), q.root.diagonal(dim1=-1, dim2=-2)
@@ -235,6 +318,11 @@ def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, 
     :param mean: :math:`\mu_n`.
     :param variance: :math:`v_n`.
     :param noise: :math:`\sigma_n^2`; all four broadcast.
+
+    Example:
+        >>> mean, variance = torch.zeros(2), torch.tensor([0.0, 0.5])
+        >>> tighter_gp.bounds.gaussian_expected_log_prob(torch.tensor([0.0, 1.0]), mean, variance, torch.tensor(1.0))
+        tensor([-0.9189, -1.6689])
     """
     return -0.5 * (_LOG_2PI + noise.log() + ((targets - mean).square() + variance) / noise)
 
@@ -260,6 +348,12 @@ def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_in
     :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
     :param num_inducing: ``M_u``, the number of rows of :math:`A`.
     :return: Shape ``...``.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]])  # a row of A above a row of B
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.solve_gp_log_prob(projection, targets, noise, num_inducing=1)
+        tensor(-3.1214)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     stddev = noise.sqrt()
@@ -279,6 +373,12 @@ def solve_gp_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual:
     r"""The SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`trace_penalty`.
 
     :param residual: :math:`d_n`, shape ``... x N``; the others as in :func:`solve_gp_log_prob`.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]]), torch.tensor([0.0, 0.5, 0.6875])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.solve_gp_bound(projection, targets, noise, residual, num_inducing=1)
+        tensor(-4.3089)
     """
     return solve_gp_log_prob(projection, targets, noise, num_inducing) - trace_penalty(residual, noise)
 
@@ -289,6 +389,12 @@ def tighter_solve_gp_bound(
     r"""The tighter SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`log_penalty`.
 
     Parameters of :func:`solve_gp_bound`.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]]), torch.tensor([0.0, 0.5, 0.6875])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> tighter_gp.bounds.tighter_solve_gp_bound(projection, targets, noise, residual, num_inducing=1)
+        tensor(-3.9005)
     """
     return solve_gp_log_prob(projection, targets, noise, num_inducing) - log_penalty(residual, noise)
 
@@ -310,6 +416,11 @@ def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
         with rows and columns of zeros, which cost nothing.
     :param noise: :math:`\sigma_n^2` in the same layout, ``... x K x S``; any positive number where a block is filled up.
     :return: Sum over blocks, shape ``...``.
+
+    Example:
+        >>> blocks = torch.tensor([[[1.0, 1.0], [1.0, 3.0]], [[1.0, 0.0], [0.0, 0.0]]])  # two points, and one filled up
+        >>> tighter_gp.bounds.block_penalty(blocks, torch.full((2, 2), 2.0))
+        tensor(0.8291)
     """
     return full_penalty(residual_blocks, noise).sum(-1)
 
@@ -321,6 +432,14 @@ def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blo
 
     :param residual_blocks: :math:`D_{bb}`, shape ``... x K x S x S``.
     :param rows: The points of each block, ``K x S``, -1 where it is filled up; the others as in :func:`titsias_bound`.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.5]])
+        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
+        >>> rows = tighter_gp.conditionals.block_table(torch.tensor([0, 1, 1]))  # the second and third point together
+        >>> blocks = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.75, 0.5], [0.5, 0.75]]])
+        >>> tighter_gp.bounds.block_bound(projection, targets, noise, blocks, rows)
+        tensor(-3.7081)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     penalty = block_penalty(residual_blocks, noise[..., rows.clamp_min(0)])

@@ -51,9 +51,9 @@ class CompiledStep:
     the host if the optimizer is ``torch.optim.Adam(fused=True)`` (other optimizers cost one reading a step).
 
     What an eager step can do without looking at values can be captured: the kernels of
-    :mod:`tighter_gp.kernels.lowering`, Gaussian noise, :class:`BernoulliLogitLikelihood`, :class:`PoissonLikelihood`
-    and softmax, all strategies and GPyTorch's wrappers around them. For anything else a warning says what stood in the
-    way, and steps are eager.
+    ``tighter_gp.kernels.lowering``, Gaussian noise, :class:`~tighter_gp.likelihoods.BernoulliLogitLikelihood`,
+    :class:`~tighter_gp.likelihoods.PoissonLikelihood` and softmax, all strategies and GPyTorch's wrappers around them.
+    For anything else a warning says what stood in the way, and steps are eager.
 
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.

@@ -27,12 +27,31 @@ from torch import Tensor
 from ._checks import check_range
 from .bounds import optimal_scale, optimal_scale_penalty, scale_penalty
 
+__all__ = [
+    "BetaConditional",
+    "Conditional",
+    "CurvatureConditional",
+    "OptimalConditional",
+    "PerPoint",
+    "ResidualBlocks",
+    "ScalarConditional",
+    "block_table",
+]
+
 
 class ResidualBlocks(NamedTuple):
     r"""Residual covariances within the blocks of a batch.
 
     :param covariance: :math:`D_{bb}`, ``... x K x S x S``, zero where a block is filled up.
     :param rows: Positions of the points in the batch, ``K x S``, -1 where a block is filled up.
+
+    Example:
+        >>> conditional, residual = tighter_gp.Blocks(torch.tensor([0, 1, 1])), torch.tensor([0.5, 1.0, 2.0])
+        >>> covariance = torch.diag(residual)
+        >>> blocks = conditional.residual_blocks(residual, lambda rows: covariance[rows.unsqueeze(-1), rows.unsqueeze(-2)])
+        >>> blocks.rows
+        tensor([[ 0, -1],
+                [ 1,  2]])
     """
 
     covariance: Tensor
@@ -47,6 +66,13 @@ class Conditional(Module, ABC):
     :ivar bool is_strict: Whether the objective is a lower bound on the evidence for every likelihood.
     :ivar bool is_gaussian_only: Whether the scales are known for Gaussian noise alone.
     :ivar bool needs_index: Whether a call in training must say which training points it holds, ``model(x, index=rows)``.
+
+    Example:
+        >>> residual = torch.tensor([0.0, 1.0, 3.0])
+        >>> noise = torch.tensor(2.0)
+        >>> remaining, penalty = tighter_gp.conditionals.OptimalConditional().optimum(residual, 1 / noise)
+        >>> remaining
+        tensor([0.0000, 0.6667, 1.2000])
     """
 
     is_learned: bool = True
@@ -97,6 +123,11 @@ class OptimalConditional(Conditional):
 
     Only the objective knows the noise, so in training q(f) keeps SVGP's variance :math:`s_n + d_n`, and
     :class:`~gpytorch.mlls.VariationalELBO` on it is plain SVGP.
+
+    Example:
+        >>> conditional = tighter_gp.conditionals.OptimalConditional()
+        >>> conditional.is_strict, len(list(conditional.parameters()))
+        (True, 0)
     """
 
     is_learned = False
@@ -115,8 +146,15 @@ class BetaConditional(Conditional):
 
     :param batch_shape: One :math:`\beta` for each member of this batch.
     :param beta_prior: Prior on :math:`\beta`.
-    :param beta_constraint: Constraint on :math:`\beta`; default :class:`~gpytorch.constraints.Positive`.
+    :param beta_constraint: Constraint on :math:`\beta`; default positive, learned as :math:`\log \beta`, since the best
+        :math:`\beta` may be orders of magnitude away from where it starts.
     :ivar torch.Tensor beta: :math:`\beta`, shape ``batch_shape``; starts at 1. :math:`\beta \to \infty` is SVGP.
+
+    Example:
+        >>> conditional = tighter_gp.conditionals.BetaConditional()
+        >>> conditional.beta = 2.0
+        >>> conditional.scale(torch.tensor([0.0, 2.0])).detach()
+        tensor([1.0000, 0.5000])
     """
 
     def __init__(
@@ -128,7 +166,7 @@ class BetaConditional(Conditional):
         super().__init__()
         self.batch_shape = torch.Size(batch_shape)
         self.register_parameter("raw_beta", torch.nn.Parameter(torch.zeros(self.batch_shape)))
-        constraint = beta_constraint if beta_constraint is not None else Positive()
+        constraint = beta_constraint or Positive(transform=torch.exp, inv_transform=torch.log)
         self.register_constraint("raw_beta", constraint)
         if beta_prior is not None:
             self.register_prior("beta_prior", beta_prior, _get_beta, BetaConditional._set_beta)
@@ -163,6 +201,12 @@ class ScalarConditional(Conditional):
     :param batch_shape: One :math:`m` for each member of this batch.
     :param scale_prior: Prior on :math:`m`.
     :ivar torch.Tensor m: :math:`0 < m < 1`, shape ``batch_shape``; starts at 0.9.
+
+    Example:
+        >>> conditional = tighter_gp.conditionals.ScalarConditional()
+        >>> conditional.m = 0.5
+        >>> conditional.scale(torch.tensor([0.0, 2.0])).detach()
+        tensor([0.5000, 0.5000])
     """
 
     is_strict = True
@@ -204,6 +248,11 @@ class PerPoint(Conditional):
     :param num_data: Number of training points; ``index`` runs from 0 to ``num_data - 1``.
     :param batch_shape: One table for each member of this batch.
     :ivar torch.Tensor m: :math:`0 < m_n < 1`, shape ``batch_shape x num_data``; starts at 0.9.
+
+    Example:
+        >>> conditional = tighter_gp.PerPoint(num_data=4)
+        >>> conditional.scale(torch.tensor([1.0, 2.0]), index=torch.tensor([3, 0])).detach()
+        tensor([0.9000, 0.9000])
     """
 
     needs_index = True
@@ -273,6 +322,11 @@ class CurvatureConditional(Conditional):
     an approximation for others. In a hidden layer of a deep GP :math:`m = 1`.
 
     :param num_steps: Number of evaluations of :math:`\lambda_n` after the first.
+
+    Example:
+        >>> conditional = tighter_gp.conditionals.CurvatureConditional()
+        >>> conditional.solve(torch.tensor([0.0, 1.0, 3.0]), lambda m: torch.full_like(m, 0.5))  # a constant curvature
+        tensor([1.0000, 0.6667, 0.4000])
     """
 
     is_learned = False

@@ -59,6 +59,13 @@ class Diagnosis:
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
+
+    Example:
+        >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
+        >>> diagnosis.num_data, diagnosis.num_inducing
+        (40, 5)
+        >>> print(diagnosis)  # doctest: +ELLIPSIS
+        40 points, 5 inducing points, mean noise variance ...
     """
 
     num_data: int
@@ -183,7 +190,8 @@ def diagnose(
         >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
         >>> diagnosis.titsias <= diagnosis.tighter <= diagnosis.upper
         True
-        >>> print(diagnosis)  # doctest: +SKIP
+        >>> diagnosis.advice  # doctest: +ELLIPSIS
+        'Of the ... nats a point between the standard bound and the evidence, the tighter bound closes ...'
     """
     require_gaussian(likelihood, "diagnose")
     x = x.unsqueeze(-1) if x.dim() == 1 else x

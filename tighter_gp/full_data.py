@@ -105,7 +105,10 @@ def set_optimal_q(
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
 
     Example:
+        >>> start = tighter_gp.evaluate_bound(model, likelihood, train_x, train_y)
         >>> tighter_gp.set_optimal_q(model, likelihood, train_x, train_y)
+        >>> bool(tighter_gp.evaluate_bound(model, likelihood, train_x, train_y) > start)
+        True
     """
     require_gaussian(likelihood, "set_optimal_q")
     strategy = tighter_strategy(model)

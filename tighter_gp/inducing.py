@@ -94,6 +94,10 @@ def random_subset(x: Tensor, num_points: int, *, seed: int = 0) -> Tensor:
     :param num_points: :math:`M`.
     :param seed: Seed of the draw.
     :return: ``M x D``.
+
+    Example:
+        >>> tighter_gp.inducing.random_subset(torch.rand(100, 2), 10).shape
+        torch.Size([10, 2])
     """
     _check(x, num_points)
     return _distinct_rows(x, _permutation(x, seed), num_points)
@@ -132,6 +136,11 @@ def nearest(x: Tensor, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
     :param points: ``M x D``.
     :param chunk_size: Points a chunk; memory is ``chunk_size x M``.
     :return: Integers from 0 to ``M - 1``, shape ``N``.
+
+    Example:
+        >>> points = torch.tensor([[0.0], [1.0]])
+        >>> tighter_gp.inducing.nearest(torch.tensor([[0.1], [0.9], [0.2]]), points)
+        tensor([0, 1, 0])
     """
     centre = x.mean(-2)
     points = points - centre
@@ -210,8 +219,10 @@ def median_lengthscale(x: Tensor, *, seed: int = 0, max_points: int = 1000) -> T
     :return: A scalar tensor; pairs of equal points do not count.
 
     Example:
-        >>> kernel = gpytorch.kernels.RBFKernel(ard_num_dims=3)
-        >>> kernel.lengthscale = tighter_gp.inducing.median_lengthscale(torch.rand(100, 3))
+        >>> kernel = gpytorch.kernels.RBFKernel()
+        >>> kernel.lengthscale = tighter_gp.inducing.median_lengthscale(torch.tensor([[0.0], [1.0], [3.0]]))
+        >>> kernel.lengthscale.item()
+        2.0
     """
     _check(x, 1)
     distances = torch.nn.functional.pdist(x[_permutation(x, seed)[:max_points]])
@@ -228,6 +239,11 @@ def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:
 
     :param points: ``... x M x D``, :math:`M \\ge 2`.
     :return: ``... x ceil(M / 2) x D`` and ``... x floor(M / 2) x D``.
+
+    Example:
+        >>> first, second = tighter_gp.inducing.split_inducing_points(torch.rand(7, 2))
+        >>> first.shape, second.shape
+        (torch.Size([4, 2]), torch.Size([3, 2]))
     """
     if points.dim() < 2 or points.size(-2) < 2:
         raise ValueError(f"Two sets need at least two points, ... x M x D; got shape {tuple(points.shape)}.")

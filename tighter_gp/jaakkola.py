@@ -35,7 +35,12 @@ BOUNDS = ("tighter", "standard")
 
 
 def jaakkola_weight(xi: Tensor) -> Tensor:
-    r""":math:`\omega(\xi) = \tanh(\xi/2) / (2\xi)`, between 0 and its value 1/4 at :math:`\xi = 0`; any shape."""
+    r""":math:`\omega(\xi) = \tanh(\xi/2) / (2\xi)`, between 0 and its value 1/4 at :math:`\xi = 0`; any shape.
+
+    Example:
+        >>> tighter_gp.jaakkola.jaakkola_weight(torch.tensor([0.0, 2.0]))
+        tensor([0.2500, 0.1904])
+    """
     half = xi / 2
     small = half.abs() < 0.01
     square = half.square()
@@ -53,6 +58,11 @@ def jaakkola_posterior(projection: Tensor, labels: Tensor, xi: Tensor, mean: Ten
         q(w) = \mathcal N(B^{-1} b, B^{-1})
 
     Parameters as in :func:`jaakkola_bound`.
+
+    Example:
+        >>> projection, labels = torch.tensor([[1.0, 0.5]]), torch.tensor([1.0, 1.0])
+        >>> tighter_gp.jaakkola.jaakkola_posterior(projection, labels, torch.zeros(2)).mean
+        tensor([0.5714])
     """
     return whitened_from_gram(*_sums(projection, labels, jaakkola_weight(xi), mean))
 
@@ -84,6 +94,14 @@ def jaakkola_bound(
     :param mean: Prior mean :math:`\mu_n`, broadcastable to ``labels``.
     :param bound: ``"tighter"`` or ``"standard"``.
     :return: Sum over ``N``, shape ``...``.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5]]), torch.tensor([0.0, 0.75])
+        >>> labels, xi = torch.tensor([1.0, -1.0]), torch.ones(2)
+        >>> tighter_gp.jaakkola.jaakkola_bound(projection, residual, labels, xi)
+        tensor(-1.5780)
+        >>> tighter_gp.jaakkola.jaakkola_bound(projection, residual, labels, xi, bound="standard")
+        tensor(-1.5847)
     """
     _check_bound(bound)
     weight = jaakkola_weight(xi)
@@ -113,6 +131,14 @@ def optimal_xi(
     Never lowers :func:`jaakkola_bound`, whose parameters it has; a fixed point is a stationary point of it.
 
     :return: :math:`\xi_n \ge 0`, shape ``... x N``.
+
+    Example:
+        >>> projection, residual = torch.tensor([[1.0, 0.5]]), torch.tensor([0.0, 0.75])
+        >>> labels, xi = torch.tensor([1.0, -1.0]), torch.ones(2)
+        >>> start = tighter_gp.jaakkola.jaakkola_bound(projection, residual, labels, xi)
+        >>> xi = tighter_gp.jaakkola.optimal_xi(projection, residual, labels, xi)
+        >>> bool(tighter_gp.jaakkola.jaakkola_bound(projection, residual, labels, xi) > start)
+        True
     """
     _check_bound(bound)
     q = jaakkola_posterior(projection, labels, xi, mean)

@@ -22,6 +22,23 @@ from .linalg import (
     solve_lower_transposed,
 )
 
+__all__ = [
+    "Moments",
+    "Whitened",
+    "explained_root",
+    "explained_variance",
+    "fused_moments",
+    "join_whitened",
+    "optimal_solve_gp_whitened",
+    "optimal_whitened",
+    "orthogonal_cholesky",
+    "projected_mean",
+    "solve_gp_moments",
+    "solve_gp_whitened_from_gram",
+    "svgp_moments",
+    "whitened_from_gram",
+]
+
 
 class Whitened(NamedTuple):
     r"""A Gaussian :math:`q(w) = \mathcal N(m, S)`.
@@ -31,6 +48,11 @@ class Whitened(NamedTuple):
     :param mean: :math:`m`, shape ``... x M``.
     :param root: :math:`R` with :math:`S = R R^\top`, shape ``... x M x R``.
     :param stddev: Square root of a diagonal :math:`S`, shape ``... x M``.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.zeros(2), stddev=torch.tensor([1.0, 0.5]))
+        >>> q.root is None, q.to(torch.float64).mean.dtype
+        (True, torch.float64)
     """
 
     mean: Tensor
@@ -48,6 +70,13 @@ class Moments(NamedTuple):
     :param mean: :math:`a_n^\top m`, without the prior mean.
     :param explained: :math:`s_n = a_n^\top S a_n`.
     :param residual: :math:`d_n \ge 0`.
+
+    Example:
+        >>> moments = tighter_gp.moments.Moments(
+        ...     mean=torch.zeros(2), explained=torch.tensor([0.5, 0.25]), residual=torch.tensor([0.5, 0.75])
+        ... )
+        >>> moments.explained + moments.residual  # the variances of SVGP
+        tensor([1., 1.])
     """
 
     mean: Tensor
@@ -56,7 +85,15 @@ class Moments(NamedTuple):
 
 
 def explained_root(projection: Tensor, q: Whitened) -> Tensor | None:
-    r""":math:`R^\top A`, whose squared columns sum to :math:`s_n`; shape ``... x R x B``, None for a point mass."""
+    r""":math:`R^\top A`, whose squared columns sum to :math:`s_n`; shape ``... x R x B``, None for a point mass.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.moments.explained_root(projection, q)
+        tensor([[0.5000, 0.2500],
+                [0.0000, 0.5000]])
+    """
     if q.root is not None:
         return q.root.mT @ projection
     if q.stddev is not None:
@@ -65,12 +102,26 @@ def explained_root(projection: Tensor, q: Whitened) -> Tensor | None:
 
 
 def projected_mean(projection: Tensor, q: Whitened) -> Tensor:
-    r""":math:`A^\top m`, shape ``... x B``."""
+    r""":math:`A^\top m`, shape ``... x B``.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.moments.projected_mean(projection, q)
+        tensor([2., 1.])
+    """
     return (projection.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
 
 
 def explained_variance(projection: Tensor, q: Whitened) -> Tensor:
-    r""":math:`s_n = a_n^\top S a_n`, as a sum of squares; shape ``... x B``."""
+    r""":math:`s_n = a_n^\top S a_n`, as a sum of squares; shape ``... x B``.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.moments.explained_variance(projection, q)
+        tensor([0.2500, 0.3125])
+    """
     root = explained_root(projection, q)
     if root is None:
         return torch.zeros_like(projection[..., 0, :])
@@ -86,6 +137,13 @@ def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitene
     :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param q: :math:`q(w)`.
+
+    Example:
+        >>> chol, cross = torch.eye(2), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> moments = tighter_gp.moments.svgp_moments(chol, cross, torch.ones(3), q)
+        >>> moments.mean, moments.residual
+        (tensor([2., 1., 0.]), tensor([0.0000, 0.5000, 1.0000]))
     """
     projection = project(chol, cross)
     return Moments(
@@ -112,6 +170,14 @@ def fused_moments(
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param parts: The factors :math:`q(w_i)` in the order of the rows. Their batch may be larger than the kernel's, which
         is then evaluated and projected once.
+
+    Example:
+        >>> covar, cross = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> moments = tighter_gp.moments.fused_moments(covar, torch.eye(2), cross, torch.ones(3), q)
+        >>> moments.residual.sum().backward()
+        >>> covar.grad.diagonal()
+        tensor([1.2500, 0.2500])
     """
     tensors = [tensor for part in parts for tensor in part]
     return Moments(*_FusedMoments.apply(inducing_covar, chol, cross, prior_variance, *tensors))
@@ -232,6 +298,12 @@ def optimal_whitened(projection: Tensor, targets: Tensor, noise: Tensor) -> Whit
     :param projection: :math:`A`, shape ``... x M x N``.
     :param targets: :math:`y - \mu(X)`, shape ``... x N``.
     :param noise: :math:`\sigma_n^2`, broadcastable to ``... x N``.
+
+    Example:
+        >>> projection, targets = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([1.0, 0.5, 0.0])
+        >>> q = tighter_gp.moments.optimal_whitened(projection, targets, torch.tensor(0.5))
+        >>> q.mean, q.root
+        (tensor([0.6250]), tensor([[0.5000]]))
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     weighted = projection / noise.unsqueeze(-2)
@@ -243,6 +315,11 @@ def whitened_from_gram(gram: Tensor, linear: Tensor) -> Whitened:
 
     :param gram: :math:`\sum_n a_n a_n^\top / \sigma_n^2`, shape ``... x M x M``.
     :param linear: :math:`\sum_n a_n y_n / \sigma_n^2`, shape ``... x M``.
+
+    Example:
+        >>> q = tighter_gp.moments.whitened_from_gram(torch.tensor([[3.0]]), torch.tensor([2.0]))
+        >>> q.mean, q.root  # 2 / (1 + 3), and the root of 1 / (1 + 3)
+        (tensor([0.5000]), tensor([[0.5000]]))
     """
     factor = add_identity_cholesky(gram)
     mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)
@@ -283,6 +360,12 @@ def orthogonal_cholesky(
     :param num_inducing: ``M_u``.
     :param factorize: Makes the factor of a block, given the block and its name.
     :return: Shape ``... x M x M``, lower triangular.
+
+    Example:
+        >>> covariance = torch.tensor([[4.0, 2.0], [2.0, 10.0]])
+        >>> tighter_gp.moments.orthogonal_cholesky(covariance, num_inducing=1)
+        tensor([[2., 0.],
+                [1., 3.]])
     """
     rest = covariance.size(-1) - num_inducing
     top, bottom = covariance.split([num_inducing, rest], dim=-2)
@@ -310,6 +393,13 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param q_u: :math:`q(w_u)`.
     :param q_v: :math:`q(w_v)`.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> cross = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
+        >>> moments = tighter_gp.moments.solve_gp_moments(torch.eye(2), cross, torch.ones(2), q, q)
+        >>> moments.mean, moments.residual
+        (tensor([2., 2.]), tensor([0.0000, 0.5000]))
     """
     projection = project(chol, cross)
     first, second = projection.split([q_u.mean.size(-1), q_v.mean.size(-1)], dim=-2)
@@ -321,7 +411,13 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
 
 
 def join_whitened(q_u: Whitened, q_v: Whitened) -> Whitened:
-    r""":math:`q(w_u)\,q(w_v)` as one Gaussian over the stacked :math:`w`, with a block-diagonal root."""
+    r""":math:`q(w_u)\,q(w_v)` as one Gaussian over the stacked :math:`w`, with a block-diagonal root.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> tighter_gp.moments.join_whitened(q, q).stddev
+        tensor([0.5000, 0.5000])
+    """
     mean = torch.cat([q_u.mean, q_v.mean], dim=-1)
     if q_u.root is None and q_v.root is None:
         if q_u.stddev is None and q_v.stddev is None:
@@ -360,7 +456,16 @@ def optimal_solve_gp_whitened(
     :param targets: :math:`y - \mu(X)`, shape ``... x N``.
     :param noise: :math:`\sigma_n^2`, broadcastable to ``... x N``.
     :param num_inducing: ``M_u``, the number of rows of :math:`A`.
+
+    Example:
+        >>> projection = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]])
+        >>> q_u, q_v = tighter_gp.moments.optimal_solve_gp_whitened(
+        ...     projection, torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5), num_inducing=1
+        ... )
+        >>> q_u.mean, q_v.mean
+        (tensor([0.6211]), tensor([0.0211]))
     """
+    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     weighted = projection / noise.unsqueeze(-2)
     gram, linear = weighted @ projection.mT, (weighted @ targets.unsqueeze(-1)).squeeze(-1)
     return solve_gp_whitened_from_gram(gram, linear, num_inducing)
@@ -372,6 +477,12 @@ def solve_gp_whitened_from_gram(gram: Tensor, linear: Tensor, num_inducing: int)
     :param gram: :math:`\sum_n h_n h_n^\top / \sigma_n^2`, shape ``... x M x M``.
     :param linear: :math:`\sum_n h_n y_n / \sigma_n^2`, shape ``... x M``.
     :param num_inducing: ``M_u``.
+
+    Example:
+        >>> gram, linear = torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([2.0, 1.0])
+        >>> q_u, q_v = tighter_gp.moments.solve_gp_whitened_from_gram(gram, linear, num_inducing=1)
+        >>> q_u.mean, q_v.mean  # 2 / (1 + 3) and 1 / (1 + 1)
+        (tensor([0.5000]), tensor([0.5000]))
     """
     factor = orthogonal_cholesky(add_identity(gram), num_inducing)
     mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)

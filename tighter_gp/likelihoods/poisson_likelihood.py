@@ -42,7 +42,7 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
         return self.expected_log_prob_of_moments(observations, function_dist.mean, function_dist.variance)
 
     def expected_log_prob_of_moments(self, observations: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """:meth:`expected_log_prob` from tensors: what a training step calls, since it reads nothing back."""
+        """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
         return poisson_expected_log_prob(observations, mean, variance)
 
     def log_marginal(

@@ -51,6 +51,12 @@ class ELBOTerms(NamedTuple):
     :param log_prior: Log density of the priors on hyperparameters, over :math:`N`.
     :param added_loss: Added loss terms of the model, unscaled as in GPyTorch.
     :param conditional: :math:`\beta \, \mathrm{KL}[q(f|u) \Vert p(f|u)]`, mean over the batch.
+
+    Example:
+        >>> mll = tighter_gp.TighterELBO(likelihood, model, num_data=len(train_y), combine_terms=False)
+        >>> terms = mll(model(train_x), train_y)
+        >>> bool(terms.conditional >= 0), terms.bound.shape
+        (True, torch.Size([]))
     """
 
     log_likelihood: Tensor
@@ -61,7 +67,7 @@ class ELBOTerms(NamedTuple):
 
     @property
     def bound(self) -> Tensor:
-        """What :class:`TighterELBO` returns with ``combine_terms=True``."""
+        """What :class:`~tighter_gp.TighterELBO` returns with ``combine_terms=True``."""
         return self.log_likelihood - self.kl_divergence + self.log_prior - self.added_loss - self.conditional
 
 
@@ -91,11 +97,14 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         GPyTorch's multitask strategies, or a :class:`~gpytorch.models.deep_gps.DeepGP` of such layers.
     :param num_data: The total number of training points :math:`N`.
     :param beta: Factor on both KL divergences, that of q(u) and that of the conditional; below 1 the value is no bound.
-    :param combine_terms: Whether to return the sum (default) or :class:`ELBOTerms`.
+    :param combine_terms: Whether to return the sum (default) or :class:`~tighter_gp.mlls.ELBOTerms`.
 
     Example:
         >>> mll = tighter_gp.TighterELBO(likelihood, model, num_data=train_y.numel())
         >>> loss = -mll(model(train_x), train_y)
+        >>> standard = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=train_y.numel())
+        >>> bool(loss <= -standard(model(train_x), train_y))
+        True
     """
 
     def __init__(
@@ -127,7 +136,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         :param target: :math:`y`.
         :param kwargs: Passed to the likelihood; ``noise=`` for
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
-        :return: The bound per datum, shaped like the batch of models, or :class:`ELBOTerms`.
+        :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
