@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import gpytorch
 import torch
-from gpytorch.constraints import GreaterThan, Positive
+from gpytorch.constraints import GreaterThan
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood, SoftmaxLikelihood
@@ -143,9 +143,7 @@ def make_classification(
     if chosen == "curvature":
         chosen = CurvatureConditional(num_steps=2)  # more make no difference to the seventh digit of the bound
     elif chosen == "beta":
-        # Learned as log(beta): the best beta grows by orders of magnitude as the classes part.
-        constraint = Positive(transform=torch.exp, inv_transform=torch.log)
-        chosen = BetaConditional(torch.Size([num_classes]), beta_constraint=constraint)
+        chosen = BetaConditional(torch.Size([num_classes]))
         # At the start all classes are equally likely, and E[-d^2 log p(y|f) / df^2] is p (1 - p).
         chosen.beta = num_classes**2 / (num_classes - 1)
     model = SparseGP(start.points, kernel, METHODS[method].orthogonal, chosen, num_classes).to(start.points)

@@ -460,15 +460,15 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
     with style():
         figure = new_figure(11, 4.2)
         left, right = figure.subplots(1, 2)
-        labels = [f"{line['num_inducing']}, {line['batch_size']}" for line in points]
+        labels = [f"{line['num_inducing']}\n{line['batch_size']}" for line in points]
         methods = [m for m in points[0]["milliseconds"] if m != "svgp"]
         width = 0.8 / len(methods)
         for i, method in enumerate(methods):
             ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
             left.bar([j + i * width for j in range(len(points))], ratios, width=width, label=method)
         left.set_xticks([j + 0.4 - width / 2 for j in range(len(points))], labels)
-        left.set(xlabel="M, B", ylabel="step time / GPyTorch SVGP", title="One training step")
-        left.legend(fontsize=9)
+        left.set(xlabel="M, B", ylabel="step time / GPyTorch SVGP", title="One training step", ylim=(0, 1.5))
+        left.legend(fontsize=9, ncols=2, loc="upper left")
         for line in lines:
             if line["experiment"] == "speed scaling":
                 label = f"{line['axis'].replace('_', ' ')}: exponent {line['exponent']:.2f}"
