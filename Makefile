@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest peers clean
+.PHONY: demo test lint types pytest soak mutants notebooks docs peers clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
@@ -20,7 +20,20 @@ types: $(STAMP)
 
 # One thread a worker: on two cores that is faster than two threads each.
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term:skip-covered
+
+# Twenty minutes of training on badly conditioned problems, then the long property and survival tests.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes 20
+
+# Break the mathematics in eighty ways; a test must notice.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutation
+
+# Run the tutorials from top to bottom and keep what they print and draw.
+notebooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[notebooks]"
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +41,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
+
+# HTML pages in docs/_build/html; warnings are errors.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 # GPflow and GPJax, each in an environment of its own, for `python -m benchmarks speed --peers`.
 peers:
@@ -37,4 +55,4 @@ peers:
 	.venv-peers/gpjax/bin/python -m pip install --quiet gpjax optax
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks docs/dataflow.svg

@@ -212,7 +212,8 @@ plt.show()
 
 # %% [markdown]
 # One run with one seed, on a function chosen to be found in a few rounds, says that the machinery works, not which model
-# optimises better: on Branin's function, tried first, SVGP ended with the smaller regret. What the tighter bound promises is the higher bound in the first table.
+# optimises better: on Branin's function, tried first, SVGP ended with the smaller regret. What the tighter bound promises
+# is the higher bound in the first table.
 #
 # ## Variations
 #
