@@ -22,6 +22,10 @@ Result = dict[str, Any]
 
 # A difference smaller than this, in nats per datum or in units of the target's standard deviation, is a tie.
 TIE = 0.002
+CAPTION = (
+    f"Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than {TIE}. "
+    "*Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
+)
 
 
 class Metric(NamedTuple):
@@ -244,8 +248,11 @@ def means_table(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def pairs_table(results: Sequence[Result], list_losses: bool = True) -> str | None:
-    """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs."""
+def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
+    """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs.
+
+    :param brief: Without caption and list of losses.
+    """
     metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
     totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
     rows, losses = [], []
@@ -281,11 +288,10 @@ def pairs_table(results: Sequence[Result], list_losses: bool = True) -> str | No
         rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), ""])
     header = ["data", "M", "pair", "pairs", *(f"Δ {metric.title}" for metric in metrics), "least gap"]
     text = table(header, rows)
-    text += (
-        f"\n\nMean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
-        f"{TIE}. *Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
-    )
-    if losses and list_losses:
+    if brief:
+        return text
+    text += f"\n\n{CAPTION}"
+    if losses:
         text += "\n\nLosses:\n\n" + "\n".join(losses)
     return text
 
@@ -372,10 +378,10 @@ def make_summary(results: Sequence[Result]) -> str:
     parts = []
     for experiment, title in TITLES.items():
         own = [result for result in results if result["experiment"] == experiment]
-        shown = prediction_table(own) if experiment == "prediction" and own else pairs_table(own, list_losses=False)
+        shown = prediction_table(own) if experiment == "prediction" and own else pairs_table(own, brief=True)
         if shown is not None:
             parts += [f"**{title}** (`python -m benchmarks {experiment}`)", shown]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, CAPTION])
 
 
 def _provenance(results: Sequence[Result]) -> str:

@@ -124,7 +124,9 @@ def test_a_collapsed_model_survives_too(setting):
     model, likelihood, x, y = adversarial.build(setting)
     z = model.variational_strategy.inducing_points.detach()
     gp = CollapsedGP(x, y, z, model.covar_module, likelihood).float()
-    history = fit(gp, likelihood, x, y, steps=STEPS // 2, progress=False)
+    # BoTorch, where it was imported, turns these off, and GPyTorch then factorises the covariance of all points.
+    with gpytorch.settings.fast_computations():
+        history = fit(gp, likelihood, x, y, steps=STEPS // 2, progress=False)
     assert all(bool(torch.isfinite(p).all()) for p in gp.parameters())
     assert sum(map(math.isfinite, history.loss)) > 0
     prediction = tighter_gp.predict(gp, x)
@@ -324,18 +326,6 @@ def test_a_run_interrupted_between_two_failures_resumes_to_the_same_numbers(monk
             results.append((parameters(model, likelihood), history))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1].skipped == results[1][1].skipped
-
-
-def test_a_checkpoint_from_before_updates_could_be_undone_is_resumed(tmp_path):
-    path = tmp_path / "run.pt"
-    whole = train([], checkpoint=tmp_path / "whole.pt", steps=12)
-    train([lambda state: state.step == 5], checkpoint=path, steps=12)
-    state = torch.load(path, weights_only=True)
-    state["optimizer"] = state["optimizer"]["optimizers"]
-    state["history"]["stopped"], state["finished"] = "", False
-    torch.save(state, path)
-    resumed = train([], checkpoint=path, steps=12, resume=True)
-    assert torch.equal(parameters(*resumed[:2]), parameters(*whole[:2]))
 
 
 class Indefinite(gpytorch.kernels.RBFKernel):
