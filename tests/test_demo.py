@@ -1,25 +1,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
 
-import tighter_gp
 from benchmarks import demo, toy
 from benchmarks.__main__ import main
 from benchmarks.errors import UserError
+from benchmarks.runs import read_results
 
 from . import dense
 
@@ -29,7 +26,7 @@ SNELSON = Path(os.environ.get("TIGHTER_GP_DATA", ROOT.parent / "shared" / "data"
 
 @pytest.fixture(scope="module")
 def published():
-    return {result["method"]: result for result in demo.read_results(demo.PUBLISHED / demo.RESULTS)}
+    return {result["method"]: result for result in read_results(demo.PUBLISHED / demo.RESULTS)}
 
 
 def dense_terms(result, data):
@@ -166,7 +163,7 @@ def test_smoke_run_writes_table_results_and_figure(tmp_path, capsys):
     assert main(["demo", "--smoke", "--out", str(out)]) == 0
     printed, err = capsys.readouterr()
     assert err == ""  # no progress bar where there is no terminal
-    results = demo.read_results(out / demo.RESULTS)
+    results = read_results(out / demo.RESULTS)
     assert [result["method"] for result in results] == ["SGPR", "T-SGPR", "SVGP", "T-SVGP"]
     assert demo.table(results) in printed
     assert (out / demo.FIGURE).read_bytes().startswith(b"\x89PNG")
@@ -255,22 +252,6 @@ def test_the_module_command_reports_bad_input(tmp_path):
 
 
 # -- what the README shows ---------------------------------------------------------------------------------------------
-
-
-def test_readme_table_is_made_from_the_published_results(published):
-    readme = demo.README.read_text(encoding="utf-8")
-    assert demo.with_table(readme, list(published.values())) == readme
-    assert f"({(demo.PUBLISHED / demo.FIGURE).relative_to(ROOT).as_posix()})" in readme
-
-
-def test_names_in_the_readme_exist():
-    readme = demo.README.read_text(encoding="utf-8")
-    names = set(re.findall(r"\b((?:tighter_gp|bounds|gpytorch)(?:\.\w+)+)\(?", readme))
-    assert len(names) > 10
-    for name in names:
-        module, *rest = name.split(".")
-        start = {"tighter_gp": tighter_gp, "bounds": tighter_gp.bounds, "gpytorch": gpytorch}[module]
-        functools.reduce(getattr, rest, start)
 
 
 def test_published_results_are_a_full_run_on_the_toy_data(published):

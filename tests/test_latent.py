@@ -12,7 +12,14 @@ import tighter_gp
 from tests import dense
 from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
 from tests.support import Q_FORMS, double_problem, randomize_q
-from tighter_gp.latent import CollapsedLatentGP, UncollapsedLatentGP, latent_gp, require_gaussian, tighter_strategy
+from tighter_gp.latent import (
+    ChunkedLatentGP,
+    CollapsedLatentGP,
+    UncollapsedLatentGP,
+    latent_gp,
+    require_gaussian,
+    tighter_strategy,
+)
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -35,12 +42,30 @@ def collapsed(noise=P.noise[0], **kwargs):
     return CollapsedGP(P.x, P.y, P.z, kernel, make_noise(noise), 0.3, jitter_val=JITTER, **kwargs).eval()
 
 
-MODELS = pytest.mark.parametrize("make", [sparse, collapsed])
+def chunked(noise=P.noise[0]):
+    mean = gpytorch.means.ConstantMean()
+    mean.initialize(constant=0.3)
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    return tighter_gp.CollapsedGP(
+        P.x, P.y, P.z, kernel, make_noise(noise), mean, chunk_size=5, jitter_val=JITTER
+    ).eval()
+
+
+MODELS = pytest.mark.parametrize("make", [sparse, collapsed, chunked])
 
 
 def test_the_view_fits_the_model():
     assert isinstance(latent_gp(sparse()), UncollapsedLatentGP)
     assert isinstance(latent_gp(collapsed()), CollapsedLatentGP)
+    assert isinstance(latent_gp(chunked()), ChunkedLatentGP)
+
+
+@pytest.mark.parametrize("last_term", ["drop", "exact", "optimal", "subset"])
+def test_a_chunked_collapsed_model_predicts_as_the_kernel_does(last_term):
+    expected = tighter_gp.predict(collapsed(), X, last_term)
+    actual = tighter_gp.predict(chunked(), X, last_term)
+    torch.testing.assert_close(actual.mean, expected.mean, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(actual.variance, expected.variance, rtol=1e-7, atol=1e-8)
 
 
 @MODELS

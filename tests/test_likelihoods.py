@@ -8,11 +8,18 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import likelihoods as stock
-from gpytorch.distributions import MultivariateNormal
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from torch.nn.functional import logsigmoid
 
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
-from tighter_gp.likelihoods.properties import gaussian_noise, is_gaussian, is_log_concave, observed
+from tighter_gp.likelihoods.properties import (
+    _log_prob,
+    gaussian_noise,
+    is_gaussian,
+    is_log_concave,
+    marginal_variance,
+    observed,
+)
 
 MEAN = torch.tensor([-3.1, -0.4, 0.0, 0.7, 2.9], dtype=torch.float64)
 VARIANCE = torch.tensor([0.3, 1.7, 1e-6, 2.5, 0.01], dtype=torch.float64)
@@ -420,3 +427,49 @@ def test_mask_policy_drops_a_point_for_the_whole_batch():
     with gpytorch.settings.observation_nan_policy("mask"):
         mask = observed(stock.GaussianLikelihood(), targets, size(4))
     assert mask.tolist() == 2 * [[True, False, False, True]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several functions and one label
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def several(interleaved=True):
+    """Three functions at four points, correlated within each function."""
+    torch.manual_seed(0)
+    factor = torch.randn(12, 12)
+    return MultitaskMultivariateNormal(torch.randn(4, 3), factor @ factor.mT, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_marginal_variance_is_gpytorchs(interleaved):
+    distribution = several(interleaved)
+    torch.testing.assert_close(marginal_variance(distribution), distribution.variance)
+    torch.testing.assert_close(marginal_variance(q()), q().variance)
+
+
+@pytest.mark.parametrize("mixing", [True, False])
+def test_softmax_log_probability_is_gpytorchs(mixing):
+    """On a number of points that GPyTorch does not take for the features."""
+    likelihood = stock.SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=mixing)
+    samples, labels = torch.randn(5, 4, 3), torch.tensor([0, 2, 1, 1])
+    expected = likelihood.forward(samples).log_prob(labels)
+    torch.testing.assert_close(_log_prob(likelihood, labels, samples), expected)
+
+
+def test_softmax_with_another_number_of_functions_or_classes_is_refused():
+    likelihood = stock.SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=False)
+    with pytest.raises(ValueError, match="3 features for 2 latent functions"):
+        _log_prob(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 2))
+    with pytest.raises(ValueError, match=r"Labels must lie in 0\.\.2, as there are 3 classes; got values from 0 to 3"):
+        _log_prob(likelihood, torch.tensor([0, 3]), torch.randn(5, 2, 3))
+
+
+def test_a_softmax_with_a_forward_of_its_own_is_asked():
+    class Flat(stock.SoftmaxLikelihood):
+        def forward(self, function_samples, *args, **kwargs):
+            return torch.distributions.Categorical(logits=torch.zeros_like(function_samples))
+
+    likelihood = Flat(num_features=3, num_classes=3, mixing_weights=False)
+    log_prob = _log_prob(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 3))
+    torch.testing.assert_close(log_prob, torch.full((5, 2), -math.log(3)))
