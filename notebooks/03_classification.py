@@ -72,8 +72,8 @@ print(f"{len(train_y)} training points, {num_inducing} inducing points")
 # Here $d_n$ is the variance that the inducing points leave unexplained, and $\lambda_n$ the expected curvature of
 # $-\log p(y_n|f)$, which plays the part of $1/\sigma^2$. SVGP has $m_n = 1$.
 #
-# The best $\beta$ is about one over the curvature, and grows by orders of magnitude as the classes part. It is therefore
-# learned on a log scale here; the default constraint of `"beta"` takes more steps to get there.
+# The best $\beta$ is about one over the curvature, and grows by orders of magnitude as the classes part; it is learned on a
+# log scale.
 
 
 # %%
