@@ -62,7 +62,9 @@ def test_folder_holds_these_notebooks_and_no_others():
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_runs(name, tmp_path):
     # Coverage is measured by the tests proper, not by the notebooks, which it would slow.
-    environment = {name: os.environ[name] for name in os.environ if not name.startswith(("TIGHTER_GP_DATA", "COVERAGE"))}
+    environment = {
+        name: os.environ[name] for name in os.environ if not name.startswith(("TIGHTER_GP_DATA", "COVERAGE"))
+    }
     environment |= {"TIGHTER_GP_QUICK": "1", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     command = [sys.executable, str(FOLDER / f"{name}.py")]
