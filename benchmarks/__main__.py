@@ -9,7 +9,7 @@ import sys
 from .errors import UserError
 
 # An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`.
-EXPERIMENTS = ("demo", "snelson", "prediction", "uci", "mnist", "gplvm", "blocks", "speed", "report")
+EXPERIMENTS = ("demo", "snelson", "prediction", "uci", "mnist", "gplvm", "blocks", "speed", "report", "readme")
 
 
 def main(argv: list[str] | None = None) -> int:

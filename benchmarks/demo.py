@@ -33,9 +33,7 @@ from .toy import Data, make_toy, read_csv, toy_function
 
 JITTER = 1e-6
 PUBLISHED = Path(__file__).parent / "results" / "demo"
-README = Path(__file__).parent.parent / "README.md"
 RESULTS, FIGURE = "demo.jsonl", "demo.png"
-BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 
 
 class Budget(NamedTuple):
@@ -365,23 +363,6 @@ def _draw_fit(axes: Any, result: dict[str, Any], data: Data) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The README
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def with_table(readme: str, results: list[dict[str, Any]]) -> str:
-    """The README's text with the table between its markers made from these results."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -395,7 +376,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-fraction", type=float, default=0.0, metavar="P", help="rows of --data to hold out")
     parser.add_argument("--standardise", action="store_true", help="shift and scale --data to mean 0 and variance 1")
     parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
-    parser.add_argument("--publish", action="store_true", help="write the files and the table that the README shows")
+    parser.add_argument("--publish", action="store_true", help="write the files that the README shows")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -420,8 +401,6 @@ def run(args: argparse.Namespace) -> None:
             print(f"note: {result['method']} predicts little more than the mean.")
     (out / RESULTS).write_text("".join(json.dumps(result) + "\n" for result in results), encoding="utf-8")
     plotting.save(draw(results, data), out / FIGURE)
-    if args.publish:
-        README.write_text(with_table(README.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(f"\nFigure: {out / FIGURE}\nResults: {out / RESULTS}")
 
 
