@@ -95,16 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"epochs with the base bound, common to a pair; 0 for none (default: {OWN_DEFAULTS['warmup_epochs']})",
     )
     parser.add_argument(
-        "--iterations", type=int, metavar="X", help="iterations of L-BFGS for the collapsed pair (default: 400)"
+        "--iterations",
+        type=int,
+        metavar="X",
+        help=f"iterations of L-BFGS for the collapsed pair (default: {OWN_DEFAULTS['iterations']})",
     )
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, score and draw each method; print the tables."""
-    args = resolve(args, {**DEFAULTS, **OWN_DEFAULTS}, SMOKE, METHODS)
-    unknown = [name for name in args.datasets if name not in DATASETS]
-    if unknown:
-        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(DATASETS)}.")
+    args = resolve(args, {**DEFAULTS, **OWN_DEFAULTS}, SMOKE, METHODS, DATASETS)
     if args.iterations < 1:
         raise UserError(f"--iterations must be positive; got {args.iterations}.")
     if args.warmup_epochs < 0:

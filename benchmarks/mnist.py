@@ -60,10 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train and evaluate each method."""
-    args = resolve(args, DEFAULTS, SMOKE, tuple(models.METHODS))
-    unknown = [name for name in args.datasets if name not in DATASETS]
-    if unknown:
-        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(DATASETS)}.")
+    args = resolve(args, DEFAULTS, SMOKE, tuple(models.METHODS), DATASETS)
     loaded = {
         name: DATASETS[name](data_dir=args.data_dir, dtype=args.dtype, device=args.device) for name in args.datasets
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> 
 
 
 def resolve(
-    args: argparse.Namespace, defaults: dict[str, Any], smoke: dict[str, Any], methods: Sequence[str]
+    args: argparse.Namespace,
+    defaults: dict[str, Any],
+    smoke: dict[str, Any],
+    methods: Sequence[str],
+    datasets: Iterable[str] | None = None,
 ) -> argparse.Namespace:
     """Fill in what was not given, and complain about what makes no sense.
 
     :param smoke: What ``--smoke`` changes in the defaults.
     :param methods: The methods of the experiment.
+    :param datasets: Its data sets, if they are few and fixed.
     """
     values = {**defaults, **(smoke if args.smoke else {})}
     for name, value in values.items():
@@ -68,6 +73,9 @@ def resolve(
     unknown = [method for method in args.methods if method not in methods]
     if unknown:
         raise UserError(f"unknown method {unknown[0]!r}; choose from {', '.join(methods)}.")
+    unknown = [] if datasets is None else [name for name in args.datasets if name not in datasets]
+    if unknown:
+        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(datasets or ())}.")
     for name in ("methods", "datasets", "splits", "num_inducing", "seed"):
         given = getattr(args, name, None)
         if given is not None and len(set(given)) != len(given):

@@ -85,10 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train each method and keep its trace and its fit."""
-    args = resolve(args, DEFAULTS, SMOKE, METHODS)
-    unknown = [name for name in args.datasets if name not in DATASETS]
-    if unknown:
-        raise UserError(f"unknown dataset {unknown[0]!r}; choose from {', '.join(DATASETS)}.")
+    args = resolve(args, DEFAULTS, SMOKE, METHODS, DATASETS)
     loaded = {name: _load(name, args) for name in args.datasets}
     if max(args.num_inducing) > 200:
         raise UserError(f"{max(args.num_inducing)} inducing points are more than the 200 training points.")

@@ -186,13 +186,13 @@ def gemm_rate(size: int, device: str) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def _extra_memory(function: Callable[[], Any]) -> float:
-    """MB that the process, or the device, holds at most during a call, above what it held before."""
-    device = torch.device("cpu")
-    reset_peak_memory(device)
-    before = peak_memory_mb(device) or math.nan
+def _extra_memory(function: Callable[[], Any], device: str) -> float:
+    """MB that the process, or a CUDA device, holds at most during a call, above what it held before."""
+    where = torch.device(device)
+    reset_peak_memory(where)
+    before = peak_memory_mb(where) or math.nan
     function()
-    return (peak_memory_mb(device) or math.nan) - before
+    return (peak_memory_mb(where) or math.nan) - before
 
 
 def peak_memory(step: Step) -> float:
@@ -242,11 +242,7 @@ def scaling(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     lines = []
     for position, (axis, points) in enumerate(sizes.items()):
-        steps = {
-            str(point): make_step("t-svgp", num_inducing, batch_size, args.device, num_data)
-            for point in points
-            for num_inducing, batch_size, num_data in [point]
-        }
+        steps = {str((m, b, n)): make_step("t-svgp", m, b, args.device, n) for m, b, n in points}
         times = interleave(steps, max(3, args.repeats // 4), args.device)
         medians = [statistics.median(times[str(point)]) for point in points]
         memory = [peak_memory(step) for step in steps.values()]
@@ -277,7 +273,7 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
     x = torch.rand(num_points, NUM_DIMS, device=args.device)
     tighter_gp.predict(model, x[:chunk], batch_size=chunk)
     start = time.perf_counter()
-    extra = _extra_memory(lambda: tighter_gp.predict(model, x, batch_size=chunk))
+    extra = _extra_memory(lambda: tighter_gp.predict(model, x, batch_size=chunk), args.device)
     seconds = time.perf_counter() - start
     # A triangular solve and one product, timed within the same passes.
     some = x[: 32 * chunk]
@@ -308,7 +304,8 @@ def collapsed(args: argparse.Namespace) -> dict[str, Any]:
     points = x[:num_inducing].clone().requires_grad_()
     noise = torch.tensor(0.01, device=args.device, requires_grad=True)
     start = time.perf_counter()
-    extra = _extra_memory(lambda: tighter_gp.collapsed_bound(kernel, points, x, y, noise, jitter_val=1e-4).backward())
+    value = lambda: tighter_gp.collapsed_bound(kernel, points, x, y, noise, jitter_val=1e-4)
+    extra = _extra_memory(lambda: value().backward(), args.device)
     return {
         "experiment": "speed collapsed",
         "num_inducing": num_inducing,

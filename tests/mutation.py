@@ -43,7 +43,7 @@ TARGETS = {
     "strategies/solve_gp_variational_strategy.py": ("solve_gp", "golden", "full_data"),
     "mlls/tighter_elbo.py": ("tighter_elbo", "golden", "wrappers", "curvature", "deep_gp", "conformance"),
 }
-# Mutants that survive for a reason: file, line of code, what replaces it, and why it makes no difference.
+# Mutants that survive for a reason: file, expression, what replaces it; the reason in a comment beside it.
 EQUIVALENT: tuple[tuple[str, str, str], ...] = ()
 
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}

@@ -59,3 +59,10 @@ def check_range(index: Tensor, num_data: int, owner: str) -> None:
         raise IndexError(
             f"index must lie in 0..{num_data - 1} for {owner}; got values from {values.min()} to {values.max()}."
         )
+
+
+def same_values(known: Tensor, current: Tensor) -> bool:
+    """Whether a tensor is what it was, for caches that no version counter can guard."""
+    if known.shape != current.shape or known.dtype != current.dtype or known.device != current.device:
+        return False
+    return known.is_meta or torch.equal(known, current)

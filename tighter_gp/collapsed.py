@@ -21,6 +21,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ._checks import same_values
 from ._modes import chunks
 from .kernels.lowering import lower
 from .likelihoods.properties import gaussian_noise, is_gaussian
@@ -169,10 +170,6 @@ def _recomputed(function: Callable[..., Any], *inputs: Tensor) -> Any:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def _equal(known: Tensor, current: Tensor) -> bool:
-    return known.shape == current.shape and known.device == current.device and torch.equal(known, current)
-
-
 class CollapsedGP(Module):
     r"""
     Sparse GP regression on a collapsed bound, for as many rows as there is time for.
@@ -252,7 +249,7 @@ class CollapsedGP(Module):
         current = [*self.parameters(), self.train_x, self.train_y]
         if self._posterior_cache is not None:
             known, posterior = self._posterior_cache
-            if all(map(_equal, known, current)):
+            if all(map(same_values, known, current)):
                 return posterior
         chol = inducing_cholesky(self.covar_module, self.inducing_points, self.jitter_val)
         targets = self.train_y - self.mean_module(self.train_x)

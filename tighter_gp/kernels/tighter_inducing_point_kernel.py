@@ -15,6 +15,7 @@ from gpytorch.mlls import AddedLossTerm
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from .._checks import same_values
 from ..blocks import Blocks
 from ..bounds import block_penalty, log_penalty, spherical_penalty
 from ..conditionals import ResidualBlocks
@@ -149,6 +150,7 @@ class TighterInducingPointKernel(InducingPointKernel):
         # A jitter of the scale of the kernel where one is needed; GPyTorch's is absolute.
         chol = cholesky(self._inducing_mat, name="K_ZZ")
         identity = torch.eye(chol.size(-1), dtype=chol.dtype, device=chol.device)
+        # From the left, as GPyTorch solves: the standard bound is then its own to the last bit.
         root = torch.linalg.solve_triangular(chol.mT, identity, upper=True)
         if not self.training:
             self._cached_kernel_inv_root = root
@@ -158,7 +160,7 @@ class TighterInducingPointKernel(InducingPointKernel):
         """In eval mode: nothing is computed from hyperparameters that are no longer there, nor silently."""
         current = [*self.base_kernel.parameters(), self.inducing_points, *self.likelihood.parameters()]
         known = getattr(self, "_cached_for", None)
-        if known is not None and hasattr(self, "_cached_kernel_mat") and not all(map(_equal, known, current)):
+        if known is not None and hasattr(self, "_cached_kernel_mat") and not all(map(same_values, known, current)):
             self._clear_cache()
             warnings.warn(
                 "Hyperparameters were changed in eval mode, and GPyTorch's ExactGP keeps what it computed for the old "
@@ -210,9 +212,3 @@ class TighterInducingPointKernel(InducingPointKernel):
         copied.inducing_points.requires_grad_(self.inducing_points.requires_grad)
         copied.train(self.training)
         return copied
-
-
-def _equal(known: Tensor, current: Tensor) -> bool:
-    if known.shape != current.shape or known.dtype != current.dtype or known.device != current.device:
-        return False
-    return known.is_meta or torch.equal(known, current)

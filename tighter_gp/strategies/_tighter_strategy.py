@@ -31,7 +31,7 @@ from linear_operator.operators import (
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-from .._checks import passed
+from .._checks import passed, same_values
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
 from ..kernels.lowering import LoweredKernel, lower
@@ -167,7 +167,7 @@ class _TighterStrategy(VariationalStrategy):
         if self.training or matrix.is_meta:
             return self._checked_cholesky(matrix, name)
         known, factor = self._factor_cache.get(name, (None, None))
-        if known is None or factor is None or not _same(known, matrix):
+        if known is None or factor is None or not same_values(known, matrix):
             factor = self._checked_cholesky(matrix.detach(), name)
             self._factor_cache[name] = (matrix.detach().clone(), factor)
         if torch.is_grad_enabled() and matrix.requires_grad:
@@ -234,7 +234,7 @@ class _TighterStrategy(VariationalStrategy):
             return distribution()
         else:
             key = parameters
-            same = lambda known: all(map(_same, known, parameters))
+            same = lambda known: all(map(same_values, known, parameters))
         # The two modes have keys of their own, and tensors made in inference mode are of no use outside it.
         name = f"{name}, training={self.training}, inference={torch.is_inference_mode_enabled()}"
         known, q = self._q_cache.get(name, (None, None))
@@ -509,13 +509,3 @@ def lower_lazy(covar: LinearOperator) -> LoweredKernel | None:
     if covar.last_dim_is_batch or covar.params:
         return None
     return lower(covar.kernel, ignore_active_dims=True)
-
-
-def _same(known: Tensor, current: Tensor) -> bool:
-    return (
-        known.shape == current.shape
-        and known.dtype == current.dtype
-        and known.device == current.device
-        and not current.is_meta
-        and torch.equal(known, current)
-    )
