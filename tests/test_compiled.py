@@ -196,6 +196,25 @@ def test_an_eager_step_that_fails_leaves_the_parameters_alone(monkeypatch):
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
 
 
+def test_a_first_step_that_fails_leaves_the_parameters_alone_and_the_next_is_captured(monkeypatch):
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, torch.optim.Adam(mll.parameters(), lr=0.01), **EAGER)
+    before = {name: parameter.detach().clone() for name, parameter in parameters(mll).items()}
+
+    def fail(*args, **kwargs):
+        raise torch.linalg.LinAlgError("not positive definite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step._loss, "forward", fail)
+        assert step(x, y).isnan()
+        assert step.failed.item() == 1
+    for name, parameter in parameters(mll).items():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+    assert step(x, y).isfinite()
+    assert step.is_compiled
+    assert step.failed.item() == 1
+
+
 def test_tables_with_sparse_gradients_run_eagerly():
     torch.manual_seed(0)
     model = build(conditional=tighter_gp.PerPoint(9)).train()

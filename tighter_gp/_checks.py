@@ -29,6 +29,11 @@ def deferred_checks() -> Iterator[list[Tensor]]:
         _deferred.reset(token)
 
 
+def checks_are_deferred() -> bool:
+    """Whether flags are collected, for a graph that cannot turn off after a look at one."""
+    return _deferred.get() is not None
+
+
 def passed(*flags: Tensor) -> bool:
     """Whether all flags are True: one value read back from the device, or none where checks are deferred."""
     collected = _deferred.get()

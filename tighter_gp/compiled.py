@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -53,7 +53,9 @@ class CompiledStep:
     What an eager step can do without looking at values can be captured: the kernels of
     ``tighter_gp.kernels.lowering``, Gaussian noise, :class:`~tighter_gp.likelihoods.BernoulliLogitLikelihood`,
     :class:`~tighter_gp.likelihoods.PoissonLikelihood` and softmax, all strategies and GPyTorch's wrappers around them.
-    For anything else a warning says what stood in the way, and steps are eager.
+    For anything else a warning says what stood in the way, and steps are eager. One thing is lost: where float32 rounding
+    of large prior variances exceeds the jitter, an eager step changes to the precision of the factor, a compiled one
+    cannot. Scale the targets, or train in float64.
 
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.
@@ -100,8 +102,9 @@ class CompiledStep:
             settings.num_likelihood_samples.value(),
         )
         if key not in self._graphs:
-            self._graphs[key] = self._capture(x, target, tensors, kwargs)
-        graph = self._graphs[key]
+            with suppress(*NUMERICAL_ERRORS):  # the step fails for its values, and eagerly; the next may be captured
+                self._graphs[key] = self._capture(x, target, tensors, kwargs)
+        graph = self._graphs.get(key)
         self.is_compiled = graph is not None
         loss, failed = self._eager(x, target, kwargs) if graph is None else self._run(graph, x, target, tensors)
         self.failed += failed

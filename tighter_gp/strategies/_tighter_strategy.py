@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from linear_operator.operators import (
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-from .._checks import passed, same_values
+from .._checks import checks_are_deferred, passed, same_values
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
 from ..kernels.lowering import LoweredKernel, lower
@@ -52,6 +53,10 @@ class ConditionalAddedLossTerm(AddedLossTerm):
             "costs; any other objective would overstate the bound. Use TighterELBO, or build the strategy with "
             "conditional='optimal' to train plain SVGP."
         )
+
+
+class _TooNarrowError(Exception):
+    """A prediction needs more precision than its inputs have."""
 
 
 class PriorBlocks(NamedTuple):
@@ -161,14 +166,18 @@ class _TighterStrategy(VariationalStrategy):
         super().__setstate__(state)
         self._empty_caches()
 
-    def _factor(self, covar: LinearOperator | Tensor, name: str) -> Tensor:
-        """Cholesky factor in GPyTorch's precision for it; cached by value in eval mode."""
+    def _factor(self, covar: LinearOperator | Tensor, name: str, may_retry: bool = True) -> Tensor:
+        """Cholesky factor in GPyTorch's precision for it; cached by value in eval mode.
+
+        :param may_retry: Whether jitter may be added to a matrix that needs it; if not, an error is raised.
+        """
         matrix = to_dense(covar).type(_linalg_dtype_cholesky.value())
+        factorize = self._checked_cholesky if may_retry else self._factorize_once
         if self.training or matrix.is_meta:
-            return self._checked_cholesky(matrix, name)
+            return factorize(matrix, name)
         known, factor = self._factor_cache.get(name, (None, None))
         if known is None or factor is None or not same_values(known, matrix):
-            factor = self._checked_cholesky(matrix.detach(), name)
+            factor = factorize(matrix.detach(), name)
             self._factor_cache[name] = (matrix.detach().clone(), factor)
         if torch.is_grad_enabled() and matrix.requires_grad:
             return reuse_cholesky(matrix, factor)
@@ -188,8 +197,32 @@ class _TighterStrategy(VariationalStrategy):
                 "better spread inducing points, or float64."
             ) from error
 
+    def _try_factorize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """The factor, and whether it is one, which is for the caller to look at."""
+        succeeded = []
+
+        def factorize(block: Tensor, name: str) -> Tensor:
+            factor, info = torch.linalg.cholesky_ex(block)
+            succeeded.append((info == 0).all())
+            return factor
+
+        return self._factorize(matrix, factorize), torch.stack(succeeded).all()
+
+    def _factorize_once(self, matrix: Tensor, name: str) -> Tensor:
+        factor, succeeded = self._try_factorize(matrix)
+        if not passed(succeeded, torch.isfinite(factor).all()):
+            raise _TooNarrowError
+        return factor
+
+    def _precise_factor(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factor of a matrix that was evaluated in some precision, or an error if that was not enough for it."""
+        is_narrow = dtype != _linalg_dtype_cholesky.value() and not matrix.is_meta
+        if is_narrow and not passed(self._covers_rounding(matrix, dtype)):
+            raise _TooNarrowError
+        return self._factor(matrix, "K_ZZ", may_retry=not is_narrow)
+
     def _cholesky_factor(self, induc_induc_covar: LinearOperator) -> TriangularLinearOperator:
-        return TriangularLinearOperator(self._factor(induc_induc_covar, "K_ZZ"))
+        return TriangularLinearOperator(self._precise_factor(to_dense(induc_induc_covar), induc_induc_covar.dtype))
 
     @property
     def prior_distribution(self) -> MultivariateNormal:
@@ -276,6 +309,11 @@ class _TighterStrategy(VariationalStrategy):
         """
         return _linalg_dtype_cholesky.value() if self.jitter_val < 256 * torch.finfo(dtype).eps else dtype
 
+    def _covers_rounding(self, inducing_covar: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same question for the values at hand: where a prior variance is in the hundreds, it does no longer."""
+        largest = inducing_covar.detach().diagonal(dim1=-1, dim2=-2).amax()
+        return 8 * torch.finfo(dtype).eps * largest <= self.jitter_val
+
     def _prior_blocks(
         self, x: Tensor, inducing_points: Tensor, precision: torch.dtype | None = None, **kwargs: Any
     ) -> PriorBlocks:
@@ -310,19 +348,16 @@ class _TighterStrategy(VariationalStrategy):
         r"""The prior and :math:`\mathrm{chol}(K_{ZZ} + \epsilon I)`, for training.
 
         Success and the finiteness of the inputs are read back together, once a step. If the factorisation fails, as
-        rounding in float32 can make it, the prior is evaluated again in the precision of the factor; if that fails too,
-        :func:`~tighter_gp.linalg.cholesky` adds a jitter of the scale of the matrix.
+        rounding in float32 can make it, or rounding exceeds the jitter, the prior is evaluated again in the precision of
+        the factor; if that fails too, :func:`~tighter_gp.linalg.cholesky` adds a jitter of the scale of the matrix.
         """
         prior = self._prior_blocks(x, inducing_points, **kwargs)
-        matrix, succeeded = self._jittered(prior.inducing_covar), [torch.isfinite(x).all()]
-
-        def factorize(block: Tensor, name: str) -> Tensor:
-            factor, info = torch.linalg.cholesky_ex(block)
-            succeeded.append((info == 0).all())
-            return factor
-
-        factor = self._factorize(matrix, factorize)
-        if passed(*succeeded):
+        matrix = self._jittered(prior.inducing_covar)
+        factor, succeeded = self._try_factorize(matrix)
+        flags = [torch.isfinite(x).all(), succeeded]
+        if prior.inducing_covar.dtype != matrix.dtype and not checks_are_deferred():
+            flags.append(self._covers_rounding(matrix, prior.inducing_covar.dtype))
+        if passed(*flags):
             return prior, factor
         raise_if_not_finite(x)
         if prior.inducing_covar.dtype != matrix.dtype:
@@ -335,8 +370,13 @@ class _TighterStrategy(VariationalStrategy):
         self._check_shapes(x)
         raise_if_not_finite(x)
         x, inducing_points = self._expand_inputs(x, self.inducing_points)
-        prior = self._prior_blocks(x, self._all_points(inducing_points), **kwargs)
-        chol = self._factor(self._jittered(prior.inducing_covar), "K_ZZ")
+        points = self._all_points(inducing_points)
+        prior = self._prior_blocks(x, points, **kwargs)
+        try:
+            chol = self._precise_factor(self._jittered(prior.inducing_covar), prior.inducing_covar.dtype)
+        except _TooNarrowError:
+            prior = self._prior_blocks(x, points, _linalg_dtype_cholesky.value(), **kwargs)
+            chol = self._factor(self._jittered(prior.inducing_covar), "K_ZZ")
         return prior.mean, project(chol, prior.cross_covar), prior.data_variance
 
     def forward(
@@ -351,8 +391,9 @@ class _TighterStrategy(VariationalStrategy):
         **kwargs: Any,
     ) -> MultivariateNormal:
         points = self._all_points(inducing_points)
-        if not self.training:
-            return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
+        if not self.training and self._precision(x.dtype) == x.dtype:
+            with suppress(_TooNarrowError):
+                return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
         prior, chol = self._factorized_prior(x, points, **kwargs)
         parts = self._whitened_parts()
         wide = (q.to(prior.cross_covar.dtype) for q in parts)
@@ -365,11 +406,11 @@ class _TighterStrategy(VariationalStrategy):
             chol_with_graph = reuse_cholesky(prior.inducing_covar.to(chol.dtype), chol)
             return project(chol_with_graph, prior.cross_covar).to(prior.mean.dtype)
 
-        def full_covar(scale: Tensor) -> LinearOperator:
+        def full_covar(scale: Tensor | None = None) -> LinearOperator:
             root = explained_root(projection(), self.whitened())
             explained = ZeroLinearOperator(*prior.data_covar.shape) if root is None else RootLinearOperator(root.mT)
             residual = SumLinearOperator(prior.data_covar, MatmulLinearOperator(-projection().mT, projection()))
-            if self.conditional.is_learned:
+            if scale is not None:
                 # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
                 width = DiagLinearOperator(scale.sqrt())
                 residual = MatmulLinearOperator(MatmulLinearOperator(width, residual), width)
@@ -384,6 +425,11 @@ class _TighterStrategy(VariationalStrategy):
             columns = projection()[..., rows].movedim(-2, -3)
             return covariance - columns.mT @ columns
 
+        if not self.training:
+            explained, residual = moments.explained + self.jitter_val, moments.residual
+            one, free = torch.ones_like(residual), torch.zeros_like(residual)
+            covar = ResidualLinearOperator(full_covar(), explained, residual, one, free, strategy=self)
+            return MultivariateNormal(prior.mean + moments.mean, covar)
         return self._training_distribution(prior.mean, moments, index, None if diag else full_covar, residual_within)
 
     def _training_distribution(
@@ -391,7 +437,7 @@ class _TighterStrategy(VariationalStrategy):
         prior_mean: Tensor,
         moments: Moments,
         index: Tensor | None,
-        full_covar: Callable[[Tensor], LinearOperator] | None,
+        full_covar: Callable[[Tensor | None], LinearOperator] | None,
         residual_within: Callable[[Tensor], Tensor],
     ) -> MultivariateNormal:
         r"""q(f) with variance :math:`s_n + m_n d_n`, carrying the parts for :class:`TighterELBO`.
@@ -409,7 +455,10 @@ class _TighterStrategy(VariationalStrategy):
             mean, explained, residual = mean.expand(shape), explained.expand(shape), residual.expand(shape)
         scale = self.conditional.scale(residual, index=index).expand(shape)
         penalty = self.conditional.penalty(residual, index=index).expand(shape)
-        covar = DiagLinearOperator(explained + scale * residual) if full_covar is None else full_covar(scale)
+        if full_covar is None:
+            covar: LinearOperator = DiagLinearOperator(explained + scale * residual)
+        else:
+            covar = full_covar(scale if self.conditional.is_learned else None)
         covar = covar.expand(*shape, shape[-1])
         blocks = self.conditional.residual_blocks(residual, residual_within, index=index)
         return MultivariateNormal(

@@ -376,14 +376,18 @@ class _Trainer:
 
     def _loop(self, step: _AdamStep | _LBFGSStep, bar: Any) -> None:
         batches = iter(self.source.iterate(self.history.steps))
-        while self.history.steps < self.total:
+        stop = False
+        while not stop and self.history.steps < self.total:
+            batch = next(batches)
             with self._own_random_state():
-                stop = self._next_step(step, next(batches), bar)
+                stop = self._next_step(step, batch, bar)
+            if stop or self.history.steps == self.total:
+                with self._own_random_state():
+                    step.settle(batch)
             if stop or self.history.steps % self.checkpoint_every == 0:
                 self._save(step, finished=stop)
-            if stop:
-                self.history.stopped = self.history.stopped or step.converged
-                return
+        if stop:
+            self.history.stopped = self.history.stopped or step.converged
 
     def _next_step(self, step: _AdamStep | _LBFGSStep, batch: Batch, bar: Any) -> bool:
         """One step and what follows it; whether the run should end."""
@@ -555,6 +559,20 @@ class _AdamStep:
         self.damping = min(1.0, 1.1 * self.damping)
         return value
 
+    @torch.no_grad()
+    def settle(self, batch: Batch) -> None:
+        """Undo the last update of a run if the bound cannot be computed after it: no further step would notice."""
+        trainer, reason = self.trainer, "the bound is not finite."
+        trainer.seed_step(trainer.history.steps)
+        try:
+            usable = bool(torch.isfinite(trainer.loss(batch)).all())
+        except NUMERICAL_ERRORS as error:
+            usable, reason = False, str(error).splitlines()[0]
+        if distributed.total(float(not usable), trainer.device) and self._undo():
+            reason += " The last update was undone."
+            trainer.history.skipped.append((trainer.history.steps - 1, reason))
+            log.warning("after the last step: %s", reason)
+
     def _keep(self) -> None:
         """Remember the parameters, but not tables with sparse gradients, of which a step must not touch every row."""
         assert self.optimizers is not None
@@ -633,6 +651,9 @@ class _LBFGSStep:
         if not moved or self.quiet >= 3:
             self.converged = "converged"
         return loss
+
+    def settle(self, batch: Batch) -> None:
+        """Nothing: the objective was computed wherever a line search ends."""
 
     def _start(self, batch: Batch) -> FullBatchLBFGS:
         trainer = self.trainer
