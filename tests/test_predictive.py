@@ -347,6 +347,7 @@ def test_the_likelihood_adds_its_noise():
 LIKELIHOOD = {"likelihood": make_noise(NOISE)}
 BAD_CALLS = {
     "unknown": ("last", {}, ValueError, "Unknown last_term 'last'; choose 'drop', 'exact', 'optimal', 'subset', 'diagonal'"),
+    "likelihood as x": ("drop", {"x": make_noise(NOISE)}, TypeError, r"got GaussianLikelihood: call predict\(model, x\)"),
     "no train_x": ("exact", {"train_x": None}, ValueError, "needs the training inputs: pass train_x="),
     "no likelihood": ("exact", {"likelihood": None}, ValueError, "takes its scales from the noise: pass likelihood="),
     "bernoulli": ("exact", {"likelihood": BernoulliLikelihood()}, TypeError, "Gaussian likelihood; got BernoulliLikelihood"),

@@ -96,6 +96,11 @@ def predict(
         >>> q.mean.shape == test_x.shape[:-1]
         True
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be a tensor of test inputs, got {type(x).__name__}: call predict(model, x), with a likelihood, where "
+            "one is needed, as likelihood=."
+        )
     if last_term not in LAST_TERMS:
         raise ValueError(f"Unknown last_term {last_term!r}; choose {', '.join(map(repr, LAST_TERMS))}.")
     if x.dim() == 1:
