@@ -94,9 +94,29 @@ class Loss(torch.nn.Module):
         return -self.mll(self.mll.model(x), y)
 
 
+def interrupted(path: Path) -> Path:
+    """A checkpoint as a run leaves it that ends after 6 steps, half of what it was asked for."""
+    model, likelihood = problem()
+    fit(model, likelihood, *data(), checkpoint=path, callbacks=[lambda state: state.step == 6], **OPTIONS)
+    if distributed.rank() == 0:
+        state = torch.load(path, weights_only=True)
+        state["history"]["stopped"], state["finished"] = "", False
+        torch.save(state, path)
+    distributed.barrier()
+    return path
+
+
+def resumed(path: Path) -> torch.Tensor:
+    """The losses of the whole run, its second half after a checkpoint."""
+    model, likelihood = problem()
+    return torch.tensor(fit(model, likelihood, *data(), checkpoint=path, resume=True, **OPTIONS).loss)
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
+    if rank == 0:
+        interrupted(Path(folder, "one.pt"))
     dist.init_process_group("gloo", init_method=f"file://{folder}/sync", rank=rank, world_size=2)
     torch.manual_seed(rank)
     x, y = data()
@@ -108,9 +128,10 @@ def worker(rank: int, folder: str) -> None:
     history = fit(model, likelihood, x, y, **OPTIONS)
     results["fit"] = {"loss": torch.tensor(history.loss), **values(model, likelihood)}
 
-    model, likelihood = problem()
-    stop = lambda state: state.step == 6
-    fit(model, likelihood, x, y, checkpoint=f"{folder}/run.pt", callbacks=[stop], **OPTIONS)
+    interrupted(Path(folder, "two.pt"))
+    results["one by two"] = {"loss": resumed(Path(folder, "one.pt"))}
+    results["two by two"] = {"loss": resumed(interrupted(Path(folder, "both.pt")))}
+    results["none by two"] = {"loss": resumed(Path(folder, "none.pt"))}
 
     model, likelihood = problem()
     history = fit(model, likelihood, x, y, objective=Failing, **OPTIONS)
@@ -174,18 +195,13 @@ def test_two_processes_train_as_one_does(two):
     assert_same(first["fit"], second["fit"], 0)
 
 
-def test_a_checkpoint_of_two_processes_is_resumed_by_one(two):
-    _, folder = two
-    x, y = data()
-    model, likelihood = problem()
-    whole = fit(model, likelihood, x, y, **OPTIONS)
-    model, likelihood = problem()
-    # The two were asked to stop after 6 steps; ask for the rest.
-    state = torch.load(folder / "run.pt", weights_only=True)
-    state["history"]["stopped"], state["finished"] = "", False
-    torch.save(state, folder / "run.pt")
-    history = fit(model, likelihood, x, y, checkpoint=folder / "run.pt", resume=True, **OPTIONS)
-    torch.testing.assert_close(torch.tensor(history.loss), torch.tensor(whole.loss), rtol=1e-9, atol=1e-9)
+def test_a_checkpoint_is_resumed_by_another_number_of_processes(two):
+    (first, second), folder = two
+    whole = torch.tensor(fit(*problem(), *data(), **OPTIONS).loss)
+    found = [process[name]["loss"] for process in (first, second) for name in process if " by " in name]
+    assert len(found) == 6
+    for losses in (*found, resumed(folder / "two.pt")):
+        torch.testing.assert_close(losses, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_a_failure_in_one_process_skips_the_step_in_all(two):
