@@ -101,6 +101,22 @@ def test_indefinite_matrix_raises_and_says_how_far_it_is():
         linalg.cholesky(matrix, name="K_ZZ")
 
 
+def test_jitter_is_relative_to_a_scale_that_is_given():
+    """For a difference of large matrices, which may be zero or less by their rounding."""
+    with pytest.warns(RuntimeWarning, match="added jitter 1.0e-02 to its diagonal"):
+        factor = linalg.cholesky(torch.zeros(3, 3), scale=torch.tensor(1e6))
+    torch.testing.assert_close(factor @ factor.mT, 1e-2 * torch.eye(3))
+
+
+def test_the_error_is_raised_where_eigenvalues_cannot_be_computed(monkeypatch):
+    def fail(matrix):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", fail)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"its smallest eigenvalue is nan with a mean diagonal of 1\.0"):
+        linalg.cholesky(-torch.eye(3))
+
+
 def test_indefinite_member_of_a_batch_raises():
     with pytest.raises(torch.linalg.LinAlgError, match=r"2x3x3, float64\) is not positive definite.*-5\.000e-01"):
         linalg.cholesky(torch.stack([torch.eye(3), symmetric(1.0, 1.0, -0.5)]))

@@ -15,7 +15,7 @@ from gpytorch.kernels import (
 )
 
 from tests.factories import make_gp
-from tighter_gp.kernels.lowering import lower
+from tighter_gp.kernels.lowering import evaluate, lower
 from tighter_gp.strategies._tighter_strategy import lower_lazy
 
 BATCH = torch.Size([2])
@@ -89,6 +89,22 @@ def test_symmetric_matrix_has_an_exact_diagonal_in_float32():
     )
 
 
+@pytest.mark.parametrize("name", ["rbf_ard", "matern32", "matern52", "rational_quadratic"])
+@pytest.mark.parametrize("same", [True, False], ids=["symmetric", "cross"])
+def test_inputs_far_from_zero_keep_their_digits_in_float32(name, same):
+    """Such as dates: a division by the lengthscale, before anything else, would round a tenth of a lengthscale away."""
+    found, x1, x2 = [], (1e5 + torch.rand(7, 3)).float(), (1e5 + torch.rand(5, 3)).float()
+    weights = torch.randn(7, 7 if same else 5)
+    for dtype in (torch.float32, torch.float64):
+        kernel = KERNELS[name]().to(dtype)
+        (kernel.base_kernel if isinstance(kernel, ScaleKernel) else kernel).lengthscale = 0.1
+        lowered, a = lower(kernel), x1.to(dtype).requires_grad_()
+        value = lowered.covariance(lowered.values, a, a if same else x2.to(dtype))
+        found.append([value.detach(), *gradients(value, weights.to(dtype), [a, *kernel.parameters()])])
+    for narrow, wide in zip(*found, strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-5 * float(wide.abs().max()))
+
+
 def test_lowered_kernel_says_that_it_cannot_be_differentiated_twice():
     lowered, x = lower(RBFKernel()), torch.randn(4, 2, requires_grad=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
@@ -136,3 +152,70 @@ def test_a_deep_kernel_is_taken_from_what_forward_returns():
         value.backward()
         grads.append((value.detach(), net.weight.grad))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other kernels, in a precision that is asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+OTHERS = {
+    "periodic": lambda: ScaleKernel(PeriodicKernel()),
+    "active_dims": lambda: ScaleKernel(PeriodicKernel(active_dims=[0, 2])),
+    "sum": lambda: PeriodicKernel() + ScaleKernel(RBFKernel(active_dims=[1])),
+    "batch": lambda: ScaleKernel(PeriodicKernel(batch_shape=BATCH), batch_shape=BATCH),
+}
+READINGS = {
+    "matrix": lambda covar: covar.to_dense(),
+    "diagonal": lambda covar: covar.diagonal(dim1=-1, dim2=-2),
+    "block": lambda covar: covar[..., :2, 2:].to_dense(),
+}
+
+
+@pytest.mark.parametrize("read", READINGS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_float32_kernel_is_evaluated_in_double_not_rounded_to_it(name, read):
+    narrow, wide = OTHERS[name]().float(), OTHERS[name]()
+    wide.load_state_dict(narrow.state_dict())
+    x = torch.rand(5, 3).float().requires_grad_()
+    covar, reading = narrow(x), READINGS[read]
+    value = evaluate(covar, reading, torch.float64)
+    expected = reading(wide(x.double()))
+    torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-14)
+    assert narrow.dtype == torch.float32
+    value.square().sum().backward()
+    expected.square().sum().backward()
+    for (key, parameter), other in zip(narrow.named_parameters(), wide.parameters(), strict=True):
+        if other.grad is None:
+            assert parameter.grad is None, key  # a diagonal may not depend on it
+        else:
+            torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=1e-6, atol=1e-6, msg=key)
+
+
+def test_what_is_in_the_precision_already_or_no_kernel_is_only_read():
+    kernel, x = PeriodicKernel(), torch.rand(5, 3)
+    dense = kernel(x).evaluate_kernel()
+    for covar in (kernel(x), dense):
+        torch.testing.assert_close(evaluate(covar, READINGS["matrix"], torch.float64), dense.to_dense())
+    found = evaluate(dense, READINGS["matrix"], torch.float32)
+    torch.testing.assert_close(found, dense.to_dense().float())
+
+
+class Rigid(gpytorch.kernels.Kernel):
+    """Has a constant that is no buffer, and so stays in float32."""
+
+    has_lengthscale = True
+
+    def __init__(self):
+        super().__init__()
+        self.constant = torch.eye(3, dtype=torch.float32)
+
+    def forward(self, x1, x2, diag=False, **params):
+        product = (x1 @ self.constant) @ x2.mT / self.lengthscale
+        return product.diagonal(dim1=-1, dim2=-2) if diag else product
+
+
+def test_a_kernel_that_cannot_compute_in_another_precision_is_converted_from_its_own():
+    kernel, x = Rigid().float(), torch.rand(5, 3).float()
+    found = evaluate(kernel(x), READINGS["matrix"], torch.float64)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, kernel(x).to_dense().double(), rtol=0, atol=0)

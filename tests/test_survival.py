@@ -173,9 +173,19 @@ def test_what_float32_cannot_factorise_is_evaluated_again_in_double():
     assert torch.linalg.eigvalsh(matrix).min() < 0, "float32 would do: the test tests nothing"
 
 
+def smooth_kernel(kind: str, variance: float) -> gpytorch.kernels.Kernel:
+    """Nearly constant; the periodic one is evaluated by GPyTorch itself."""
+    if kind == "matern":
+        return make_kernel("matern", variance, torch.full((2,), 100.0))
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PeriodicKernel())
+    kernel.outputscale, kernel.base_kernel.lengthscale, kernel.base_kernel.period_length = variance, 1e4, 3.0
+    return kernel
+
+
+@pytest.mark.parametrize("kind", ["matern", "periodic"])
 @pytest.mark.parametrize("solve_gp", [False, True], ids=["T-SVGP", "T-SOLVE-GP"])
 @pytest.mark.parametrize(("variance", "jitter_val"), [(1e6, 1e-4), (1.0, 1e-7)])
-def test_float32_has_the_numbers_of_double_where_its_rounding_exceeds_the_jitter(variance, jitter_val, solve_gp):
+def test_float32_has_the_numbers_of_double_where_its_rounding_exceeds_the_jitter(variance, jitter_val, solve_gp, kind):
     """In the bound, in eval mode and in predict; rounding the kernel alone would cost a per cent and more."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(40, 2, generator=generator)
@@ -183,7 +193,7 @@ def test_float32_has_the_numbers_of_double_where_its_rounding_exceeds_the_jitter
     mean, root = torch.randn(12, generator=generator), torch.eye(12) + 0.1 * torch.rand(12, 12, generator=generator)
     found = []
     for dtype in (torch.float32, torch.float64):
-        kernel = make_kernel("matern", variance, torch.full((2,), 100.0))
+        kernel = smooth_kernel(kind, variance)
 
         def strategy(model):
             sizes = (6, 6) if solve_gp else (12,)
@@ -207,6 +217,35 @@ def test_float32_has_the_numbers_of_double_where_its_rounding_exceeds_the_jitter
     for narrow, wide in zip(*found, strict=True):
         assert narrow.dtype == torch.float32
         torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=2e-6 * float(wide.abs().max()))
+
+
+@pytest.mark.parametrize("variance", [1.0, 1e12])
+def test_orthogonal_points_that_add_nothing_get_a_jitter_of_the_prior_they_came_from(variance):
+    """A linear kernel in one dimension has rank one: nothing is left of the second set but rounding, or exactly zero."""
+    x = torch.linspace(1.0, 2.0, N).unsqueeze(-1).float()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())
+    kernel.outputscale = variance
+    model, likelihood = GP(lambda model: solve_gp(model, x[:2], None), kernel).float(), make_noise(1e-6).float()
+    history = fit(model, likelihood, x, math.sqrt(variance) * x[:, 0], steps=5, lr=0.1, progress=False)
+    assert not history.skipped
+    assert bool(torch.isfinite(parameters(model, likelihood)).all())
+
+
+@pytest.mark.parametrize("error", [torch.linalg.LinAlgError, NotPSDError])
+def test_a_prediction_goes_on_where_gpytorch_cannot_decompose_what_nobody_asked_for(monkeypatch, error):
+    model = make_gp(torch.rand(5, 2), jitter_val=1e-6, mean=0.3)
+    x = torch.rand(7, 2)
+    with torch.no_grad():
+        model(x)
+        expected = model.eval()(x)
+        expected = expected.mean, expected.variance
+
+        def fail(*args, **kwargs):
+            raise error("eigh did not converge")
+
+        monkeypatch.setattr(VariationalStrategy, "forward", fail)
+        found = model(x)
+    torch.testing.assert_close((found.mean, found.variance), expected)
 
 
 @pytest.mark.parametrize("form", ["root", "stddev"])

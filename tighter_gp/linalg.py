@@ -7,6 +7,7 @@ Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ _FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
 _MAX_TRIES = 7
 
 
-def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
+def cholesky(matrix: Tensor, name: str = "matrix", scale: Tensor | None = None) -> Tensor:
     r"""Lower Cholesky factor that retries with a jitter proportional to the matrix's own scale.
 
     A matrix that is positive definite is factorised as it is. One that is not gets
@@ -31,6 +32,8 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
 
     :param matrix: Symmetric, shape ``... x M x M``.
     :param name: What to call the matrix in messages.
+    :param scale: What its rounding errors are relative to, shape ``...``, if not the mean of its diagonal: for a small
+        difference of large matrices, the mean of theirs.
     :return: Shape ``... x M x M``.
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
 
@@ -43,7 +46,7 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
     if matrix.is_meta or not (info.any() | ~factor.diagonal(dim1=-1, dim2=-2).isfinite().all()):
         return factor
     _raise_if_not_finite(matrix, name)
-    scale = matrix.detach().diagonal(dim1=-1, dim2=-2).mean(-1).abs()
+    scale = mean_diagonal(matrix) if scale is None else scale
     jitter = _FIRST_RETRY_JITTER.get(matrix.dtype, 1e-6)
     added = torch.zeros_like(scale)
     for _ in range(_MAX_TRIES):
@@ -60,11 +63,24 @@ def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
             )
             return factor
         jitter *= 10
-    smallest = torch.linalg.eigvalsh(matrix.detach().double()).min().item()
     raise torch.linalg.LinAlgError(
-        f"{name} ({_describe(matrix)}) is not positive definite: its smallest eigenvalue is {smallest:.3e} with a mean "
-        f"diagonal of {scale.mean().item():.3e}, and adding up to {added.max().item():.1e} did not help."
+        f"{name} ({_describe(matrix)}) is not positive definite: its smallest eigenvalue is "
+        f"{_smallest_eigenvalue(matrix):.3e} with a mean diagonal of {mean_diagonal(matrix).mean().item():.3e}, and "
+        f"adding up to {added.max().item():.1e} did not help."
     )
+
+
+def mean_diagonal(matrix: Tensor) -> Tensor:
+    """The scale of a covariance matrix, without a graph, shape ``...``."""
+    return matrix.detach().diagonal(dim1=-1, dim2=-2).mean(-1).abs()
+
+
+def _smallest_eigenvalue(matrix: Tensor) -> float:
+    """For messages: NaN where the algorithm does not converge."""
+    try:
+        return torch.linalg.eigvalsh(matrix.detach().double()).min().item()
+    except torch.linalg.LinAlgError:
+        return math.nan
 
 
 @contextmanager

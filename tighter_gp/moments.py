@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .linalg import (
     cholesky,
+    mean_diagonal,
     once_differentiable,
     project,
     residual_variance,
@@ -344,7 +345,7 @@ def add_identity_cholesky(gram: Tensor) -> Tensor:
 
 
 def orthogonal_cholesky(
-    covariance: Tensor, num_inducing: int, factorize: Callable[[Tensor, str], Tensor] = cholesky
+    covariance: Tensor, num_inducing: int, factorize: Callable[[Tensor, str, Tensor], Tensor] = cholesky
 ) -> Tensor:
     r"""Cholesky factor of the covariance of :math:`(u, v)`, block by block: the largest matrix factorised is a block.
 
@@ -358,7 +359,7 @@ def orthogonal_cholesky(
 
     :param covariance: Covariance of the inducing and the orthogonal variables, ``... x M x M``, ``M = M_u + M_v``.
     :param num_inducing: ``M_u``.
-    :param factorize: Makes the factor of a block, given the block and its name.
+    :param factorize: Makes the factor of a block, given the block, its name and the scale of its rounding errors.
     :return: Shape ``... x M x M``, lower triangular.
 
     Example:
@@ -369,12 +370,14 @@ def orthogonal_cholesky(
     """
     rest = covariance.size(-1) - num_inducing
     top, bottom = covariance.split([num_inducing, rest], dim=-2)
-    factor = factorize(top[..., :num_inducing], "K_ZZ")
+    inducing, orthogonal = top[..., :num_inducing], bottom[..., num_inducing:]
+    factor = factorize(inducing, "K_ZZ", mean_diagonal(inducing))
     if not rest:
         return factor
     whitened = solve_lower(factor, top[..., num_inducing:])
-    orthogonal = factorize(bottom[..., num_inducing:] - whitened.mT @ whitened, "C_OO")
-    return _stack_rows(factor, torch.cat([whitened.mT, orthogonal], dim=-1))
+    # A difference, perhaps a small one: its errors are of the scale of what it is taken from.
+    rest_factor = factorize(orthogonal - whitened.mT @ whitened, "C_OO", mean_diagonal(orthogonal))
+    return _stack_rows(factor, torch.cat([whitened.mT, rest_factor], dim=-1))
 
 
 def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: Whitened, q_v: Whitened) -> Moments:

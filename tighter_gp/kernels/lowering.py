@@ -4,7 +4,7 @@ GPyTorch evaluates a kernel through lazy tensors and reads values back to the ho
 dense blocks :math:`K_{ZZ}`, :math:`K_{ZX}` and a diagonal, so the kernels met most often are *lowered* to plain tensor
 functions with the same values and gradients: RBF, Matérn, rational quadratic, linear, constant, scaled, and sums and
 products of these, with ARD, ``active_dims`` and batch shapes. :func:`lower` returns None for any other kernel, which
-is then evaluated by GPyTorch itself.
+is then evaluated by GPyTorch itself, through :func:`evaluate` in the precision that is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import NamedTuple
 import torch
 from gpytorch import kernels
 from gpytorch.kernels import Kernel
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from linear_operator import LinearOperator
 from torch import Tensor
+from torch.func import functional_call
 
 from ..linalg import once_differentiable
 
@@ -91,12 +94,21 @@ _PROFILES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, float]]] = {
 }
 
 
-def squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
-    """Squared Euclidean distances by one matrix product; exactly zero on the diagonal if the two are one tensor."""
-    same = x1 is x2
+def scaled(x1: Tensor, x2: Tensor, lengthscale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Both inputs around the middle of the first, in lengthscales; None for a second that is the first.
+
+    The middle is subtracted before the division: inputs far from zero have few digits left to lose.
+    """
     centre = x1.detach().mean(-2, keepdim=True)
-    x1 = x1 - centre
-    x2 = x1 if same else x2 - centre
+    return (x1 - centre) / lengthscale, None if x1 is x2 else (x2 - centre) / lengthscale
+
+
+def squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
+    """Squared Euclidean distances by one matrix product; exactly zero on the diagonal if the two are one tensor.
+
+    Exact to rounding in their squared norms: inputs should be around zero.
+    """
+    same = x1 is x2
     norm1, norm2 = x1.square().sum(-1, keepdim=True), x2.square().sum(-1, keepdim=True)
     left = torch.cat([-2 * x1, norm1, torch.ones_like(norm1)], -1)
     right = torch.cat([x2, torch.ones_like(norm2), norm2], -1)
@@ -148,9 +160,8 @@ def _pull(weight: Tensor, to: Tensor, other: Tensor, factor: float) -> Tensor:
 
 def _stationary(values: Values, x1: Tensor, x2: Tensor, profile: str) -> Tensor:
     lengthscale, *scale = values
-    scaled1 = x1 / lengthscale
     variance = scale[0].unsqueeze(-1).unsqueeze(-1) if scale else None
-    return _Stationary.apply(scaled1, None if x1 is x2 else x2 / lengthscale, variance, profile)
+    return _Stationary.apply(*scaled(x1, x2, lengthscale), variance, profile)
 
 
 def _constant_variance(values: Values, x: Tensor) -> Tensor:
@@ -181,8 +192,7 @@ def _lower_rational_quadratic(kernel: Kernel) -> LoweredKernel:
     def covariance(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
         lengthscale, alpha = values
         alpha = alpha.unsqueeze(-1)
-        scaled1 = x1 / lengthscale
-        squared = _SquaredDistance.apply(scaled1, None if x1 is x2 else x2 / lengthscale)
+        squared = _SquaredDistance.apply(*scaled(x1, x2, lengthscale))
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
 
     return LoweredKernel((Leaf(kernel, "lengthscale"), Leaf(kernel, "alpha")), covariance, lambda v, x: _ones(v[0], x))
@@ -294,3 +304,43 @@ def _select(lowered: LoweredKernel, dims: Tensor) -> LoweredKernel:
     return LoweredKernel(
         lowered.leaves, covariance, lambda values, x: lowered.variance(values, x.index_select(-1, dims))
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any other kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Reader(torch.nn.Module):
+    """Reads a covariance whose kernel is a submodule, so that its parameters can be exchanged for the time of it."""
+
+    def __init__(self, kernel: Kernel, read: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.kernel, self.read = kernel, read
+
+    def forward(self) -> Tensor:
+        return self.read()
+
+
+def evaluate(covar: LinearOperator, read: Callable[[LinearOperator], Tensor], dtype: torch.dtype) -> Tensor:
+    """What is read from a covariance, in some precision: not only rounded to it, if a kernel has yet to be evaluated.
+
+    :param covar: A covariance, as models return it.
+    :param read: ``LinearOperator -> Tensor``, such as its diagonal.
+    :param dtype: The precision, in which kernels with constants of another one may be unable to compute; what they
+        return in their own is then converted.
+    """
+    if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.x1.dtype == dtype:
+        return read(covar).to(dtype)
+    kernel, inputs = covar.kernel, (covar.x1.to(dtype), covar.x2.to(dtype))
+    wide = LazyEvaluatedKernelTensor(*inputs, kernel=kernel, last_dim_is_batch=covar.last_dim_is_batch, **covar.params)
+    reader = _Reader(kernel, lambda: read(wide))
+    tensors = {
+        name: tensor.to(dtype)
+        for name, tensor in itertools.chain(reader.named_parameters(), reader.named_buffers())
+        if tensor.is_floating_point()
+    }
+    try:
+        return functional_call(reader, tensors, ()).to(dtype)
+    except RuntimeError:
+        return read(covar).to(dtype)

@@ -35,7 +35,7 @@ from torch import Tensor
 from .._checks import checks_are_deferred, passed, same_values
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
-from ..kernels.lowering import LoweredKernel, lower
+from ..kernels.lowering import LoweredKernel, evaluate, lower
 from ..linalg import cholesky, full_precision, project, reuse_cholesky
 from ..moments import Moments, Whitened, explained_root, fused_moments
 from ..operators import ResidualLinearOperator
@@ -186,9 +186,9 @@ class _TighterStrategy(VariationalStrategy):
     def _checked_cholesky(self, matrix: Tensor, name: str) -> Tensor:
         return self._factorize(matrix, self._checked_block)
 
-    def _checked_block(self, matrix: Tensor, name: str) -> Tensor:
+    def _checked_block(self, matrix: Tensor, name: str, scale: Tensor | None = None) -> Tensor:
         try:
-            return cholesky(matrix, name=name)
+            return cholesky(matrix, name, scale)
         except torch.linalg.LinAlgError as error:
             kind = NotPSDError if bool(torch.isfinite(matrix).all()) else NanError
             raise kind(
@@ -201,7 +201,7 @@ class _TighterStrategy(VariationalStrategy):
         """The factor, and whether it is one, which is for the caller to look at."""
         succeeded = []
 
-        def factorize(block: Tensor, name: str) -> Tensor:
+        def factorize(block: Tensor, *_: Any) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(block)
             succeeded.append((info == 0).all())
             return factor
@@ -296,8 +296,8 @@ class _TighterStrategy(VariationalStrategy):
         """The independent factors of q(w), in the order of the points."""
         return (self._whitened(self._variational_distribution, "u"),)
 
-    def _factorize(self, matrix: Tensor, factorize: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """The lower factor of the joint covariance, from a function that factorises and names a block."""
+    def _factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
+        """The lower factor of the joint covariance, from a function of a block, its name and perhaps its scale."""
         return factorize(matrix, "K_ZZ")
 
     # -- the prior, and q(f) from the moments ---------------------------------------------------------------------------
@@ -321,10 +321,12 @@ class _TighterStrategy(VariationalStrategy):
         covar, num_inducing = prior.lazy_covariance_matrix, inducing_points.size(-2)
         lowered, wide = lower_lazy(covar), precision or self._precision(prior.mean.dtype)
         if lowered is None:
+            parts = (slice(None, num_inducing), slice(num_inducing, None))
+            corner, cross, data = (covar[..., parts[i], parts[j]] for i, j in ((0, 0), (0, 1), (1, 1)))
             blocks = (
-                covar[..., :num_inducing, :num_inducing].to_dense(),
-                covar[..., :num_inducing, num_inducing:].to_dense(),
-                covar[..., num_inducing:, num_inducing:].diagonal(dim1=-1, dim2=-2),
+                evaluate(corner, to_dense, wide),
+                evaluate(cross, to_dense, wide),
+                evaluate(data, lambda block: block.diagonal(dim1=-1, dim2=-2), wide),
             )
         else:
             # What the kernel sees: the inputs after any feature extractor and selection of dimensions.
@@ -335,8 +337,7 @@ class _TighterStrategy(VariationalStrategy):
                 lowered.covariance(values, z, data),
                 lowered.variance(values, data),
             )
-        inducing_covar, cross_covar, data_variance = (block.to(wide) for block in blocks)
-        return PriorBlocks(prior.mean[..., num_inducing:], inducing_covar, cross_covar, data_variance, covar)
+        return PriorBlocks(prior.mean[..., num_inducing:], *blocks, covar)
 
     def _jittered(self, inducing_covar: Tensor) -> Tensor:
         r""":math:`K_{ZZ} + \epsilon I` without a graph, in GPyTorch's precision for its factor."""
@@ -392,7 +393,8 @@ class _TighterStrategy(VariationalStrategy):
     ) -> MultivariateNormal:
         points = self._all_points(inducing_points)
         if not self.training and self._precision(x.dtype) == x.dtype:
-            with suppress(_TooNarrowError):
+            # The other errors: GPyTorch decomposes matrices on the way to covariances that nobody may ask for.
+            with suppress(_TooNarrowError, torch.linalg.LinAlgError, NotPSDError):
                 return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
         prior, chol = self._factorized_prior(x, points, **kwargs)
         parts = self._whitened_parts()

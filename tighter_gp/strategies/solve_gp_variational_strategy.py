@@ -150,7 +150,7 @@ class SolveGPVariationalStrategy(_TighterStrategy):
         )
         return torch.cat([inducing_points, orthogonal_points], dim=-2)
 
-    def _factorize(self, matrix: Tensor, factorize: Callable[[Tensor, str], Tensor]) -> Tensor:
+    def _factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
         return orthogonal_cholesky(matrix, self.inducing_points.size(-2), factorize)
 
     def _checked_cholesky(self, matrix: Tensor, name: str) -> Tensor:

@@ -378,11 +378,10 @@ class _Trainer:
         batches = iter(self.source.iterate(self.history.steps))
         stop = False
         while not stop and self.history.steps < self.total:
-            batch = next(batches)
             with self._own_random_state():
+                batch = next(batches)
                 stop = self._next_step(step, batch, bar)
-            if stop or self.history.steps == self.total:
-                with self._own_random_state():
+                if stop or self.history.steps == self.total:
                     step.settle(batch)
             if stop or self.history.steps % self.checkpoint_every == 0:
                 self._save(step, finished=stop)
