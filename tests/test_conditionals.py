@@ -231,6 +231,14 @@ def test_bad_scale_raises_and_changes_nothing(make, value):
     assert torch.equal(conditional.m, before)
 
 
+@pytest.mark.parametrize("make", [lambda: ScalarConditional(), lambda: PerPoint(3)])
+@pytest.mark.parametrize(("raw", "expected"), [(-1e3, 0.0), (0.0, 0.5), (1e3, 1.0)])
+def test_a_learned_scale_never_leaves_the_unit_interval(make, raw, expected):
+    conditional = make()
+    conditional.raw_m.data.fill_(raw)
+    torch.testing.assert_close(conditional.m, torch.full_like(conditional.m, expected))
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_one_number_sets_the_whole_batch(name):
     conditional = LEARNED[name]((2, 3))

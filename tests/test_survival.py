@@ -219,6 +219,25 @@ def test_float32_has_the_numbers_of_double_where_its_rounding_exceeds_the_jitter
         torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=2e-6 * float(wide.abs().max()))
 
 
+@pytest.mark.parametrize("variance", [1e6, 1.0])
+def test_rounding_above_the_jitter_is_noticed_where_nothing_fails(variance):
+    """Two points a thousandth of a lengthscale apart: float32 has one digit of what they differ in, and a factor."""
+    x, found = torch.linspace(-1, 1, 7).unsqueeze(-1).float(), []
+    jitter_val = 1e-10 * variance
+    for dtype in (torch.float32, torch.float64):
+        kernel = make_kernel("rbf", variance, torch.ones(1))
+        q = torch.tensor([1.0, 2.0]), torch.eye(2)
+        model = make_gp(torch.tensor([[0.0], [1e-3]]), kernel, q, jitter_val=jitter_val).to(dtype).eval()
+        q, chunked = model(x.to(dtype)), tighter_gp.predict(model, x.to(dtype))
+        bound = tighter_gp.evaluate_bound(model, make_noise(variance).to(dtype), x.to(dtype), x[:, 0].to(dtype))
+        model.train()(x.to(dtype))
+        found.append([q.mean, q.variance, chunked.mean, chunked.variance, bound, model(x.to(dtype)).mean])
+    for narrow, wide in zip(*found, strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=2e-6 * wide.abs().max().item())
+    rough = make_kernel("rbf", 1.0, torch.ones(1)).float()(torch.tensor([[0.0], [1e-3]]).float()).to_dense()
+    assert 1 - rough[0, 1].item() != pytest.approx(5e-7, rel=0.02), "float32 would do: the test tests nothing"
+
+
 @pytest.mark.parametrize("variance", [1.0, 1e12])
 def test_orthogonal_points_that_add_nothing_get_a_jitter_of_the_prior_they_came_from(variance):
     """A linear kernel in one dimension has rank one: nothing is left of the second set but rounding, or exactly zero."""

@@ -166,24 +166,29 @@ class _TighterStrategy(VariationalStrategy):
         super().__setstate__(state)
         self._empty_caches()
 
-    def _factor(self, covar: LinearOperator | Tensor, name: str, may_retry: bool = True) -> Tensor:
-        """Cholesky factor in GPyTorch's precision for it; cached by value in eval mode.
+    def _factor(self, matrix: Tensor, dtype: torch.dtype, maker: str) -> Tensor:
+        """Cholesky factor of the jittered prior in GPyTorch's precision for it; cached by value in eval mode.
 
-        :param may_retry: Whether jitter may be added to a matrix that needs it; if not, an error is raised.
+        :param dtype: The precision in which the matrix was evaluated. If it is not that of the factor and not enough, an
+            error says so; otherwise jitter is added to a matrix that needs it.
+        :param maker: Who evaluated it: the values of GPyTorch's kernels and of lowered ones differ by rounding.
         """
-        matrix = to_dense(covar).type(_linalg_dtype_cholesky.value())
-        factorize = self._checked_cholesky if may_retry else self._factorize_once
+        matrix = matrix.type(_linalg_dtype_cholesky.value())
+        is_narrow = dtype != matrix.dtype and not matrix.is_meta
+        if is_narrow and not passed(self._covers_rounding(matrix, dtype)):
+            raise _TooNarrowError
+        factorize = self._factorize_once if is_narrow else self._checked_cholesky
         if self.training or matrix.is_meta:
-            return factorize(matrix, name)
-        known, factor = self._factor_cache.get(name, (None, None))
+            return factorize(matrix)
+        known, factor = self._factor_cache.get(maker, (None, None))
         if known is None or factor is None or not same_values(known, matrix):
-            factor = factorize(matrix.detach(), name)
-            self._factor_cache[name] = (matrix.detach().clone(), factor)
+            factor = factorize(matrix.detach())
+            self._factor_cache[maker] = (matrix.detach().clone(), factor)
         if torch.is_grad_enabled() and matrix.requires_grad:
             return reuse_cholesky(matrix, factor)
         return factor.clone() if factor.is_inference() and not torch.is_inference_mode_enabled() else factor
 
-    def _checked_cholesky(self, matrix: Tensor, name: str) -> Tensor:
+    def _checked_cholesky(self, matrix: Tensor) -> Tensor:
         return self._factorize(matrix, self._checked_block)
 
     def _checked_block(self, matrix: Tensor, name: str, scale: Tensor | None = None) -> Tensor:
@@ -208,21 +213,15 @@ class _TighterStrategy(VariationalStrategy):
 
         return self._factorize(matrix, factorize), torch.stack(succeeded).all()
 
-    def _factorize_once(self, matrix: Tensor, name: str) -> Tensor:
+    def _factorize_once(self, matrix: Tensor) -> Tensor:
         factor, succeeded = self._try_factorize(matrix)
         if not passed(succeeded, torch.isfinite(factor).all()):
             raise _TooNarrowError
         return factor
 
-    def _precise_factor(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
-        """The factor of a matrix that was evaluated in some precision, or an error if that was not enough for it."""
-        is_narrow = dtype != _linalg_dtype_cholesky.value() and not matrix.is_meta
-        if is_narrow and not passed(self._covers_rounding(matrix, dtype)):
-            raise _TooNarrowError
-        return self._factor(matrix, "K_ZZ", may_retry=not is_narrow)
-
     def _cholesky_factor(self, induc_induc_covar: LinearOperator) -> TriangularLinearOperator:
-        return TriangularLinearOperator(self._precise_factor(to_dense(induc_induc_covar), induc_induc_covar.dtype))
+        matrix = to_dense(induc_induc_covar)
+        return TriangularLinearOperator(self._factor(matrix, matrix.dtype, maker="gpytorch"))
 
     @property
     def prior_distribution(self) -> MultivariateNormal:
@@ -311,7 +310,7 @@ class _TighterStrategy(VariationalStrategy):
 
     def _covers_rounding(self, inducing_covar: Tensor, dtype: torch.dtype) -> Tensor:
         """The same question for the values at hand: where a prior variance is in the hundreds, it does no longer."""
-        largest = inducing_covar.detach().diagonal(dim1=-1, dim2=-2).amax()
+        largest = inducing_covar.diagonal(dim1=-1, dim2=-2).amax()
         return 8 * torch.finfo(dtype).eps * largest <= self.jitter_val
 
     def _prior_blocks(
@@ -364,20 +363,27 @@ class _TighterStrategy(VariationalStrategy):
         if prior.inducing_covar.dtype != matrix.dtype:
             prior = self._prior_blocks(x, inducing_points, matrix.dtype, **kwargs)
             matrix = self._jittered(prior.inducing_covar)
-        return prior, self._checked_cholesky(matrix, "K_ZZ")
+        return prior, self._checked_cholesky(matrix)
+
+    def _cached_prior(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> tuple[PriorBlocks, Tensor]:
+        """The same for predictions, whose factors are cached."""
+
+        def attempt(precision: torch.dtype | None) -> tuple[PriorBlocks, Tensor]:
+            prior = self._prior_blocks(x, inducing_points, precision, **kwargs)
+            covar = prior.inducing_covar
+            return prior, self._factor(self._jittered(covar), covar.dtype, maker="lowered")
+
+        try:
+            return attempt(None)
+        except _TooNarrowError:
+            return attempt(_linalg_dtype_cholesky.value())
 
     def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
         self._check_shapes(x)
         raise_if_not_finite(x)
         x, inducing_points = self._expand_inputs(x, self.inducing_points)
-        points = self._all_points(inducing_points)
-        prior = self._prior_blocks(x, points, **kwargs)
-        try:
-            chol = self._precise_factor(self._jittered(prior.inducing_covar), prior.inducing_covar.dtype)
-        except _TooNarrowError:
-            prior = self._prior_blocks(x, points, _linalg_dtype_cholesky.value(), **kwargs)
-            chol = self._factor(self._jittered(prior.inducing_covar), "K_ZZ")
+        prior, chol = self._cached_prior(x, self._all_points(inducing_points), **kwargs)
         return prior.mean, project(chol, prior.cross_covar), prior.data_variance
 
     def forward(
@@ -396,7 +402,8 @@ class _TighterStrategy(VariationalStrategy):
             # The other errors: GPyTorch decomposes matrices on the way to covariances that nobody may ask for.
             with suppress(_TooNarrowError, torch.linalg.LinAlgError, NotPSDError):
                 return super().forward(x, points, inducing_values, variational_inducing_covar, diag=diag, **kwargs)
-        prior, chol = self._factorized_prior(x, points, **kwargs)
+        make_prior = self._factorized_prior if self.training else self._cached_prior
+        prior, chol = make_prior(x, points, **kwargs)
         parts = self._whitened_parts()
         wide = (q.to(prior.cross_covar.dtype) for q in parts)
         moments = fused_moments(prior.inducing_covar, chol, prior.cross_covar, prior.data_variance, *wide)

@@ -153,9 +153,9 @@ class SolveGPVariationalStrategy(_TighterStrategy):
     def _factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
         return orthogonal_cholesky(matrix, self.inducing_points.size(-2), factorize)
 
-    def _checked_cholesky(self, matrix: Tensor, name: str) -> Tensor:
+    def _checked_cholesky(self, matrix: Tensor) -> Tensor:
         try:
-            return super()._checked_cholesky(matrix, name)
+            return super()._checked_cholesky(matrix)
         except NotPSDError as error:
             raise NotPSDError(f"{error} {self._describe_closest(matrix)}") from error
 
