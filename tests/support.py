@@ -1,9 +1,10 @@
-"""What several test files share: the five forms of q(u), a problem in float64, comparisons of a model with itself."""
+"""What several test files share: the five forms of q(u), a problem in float64, a model against itself, sizes of tensors."""
 
 from __future__ import annotations
 
 import torch
 from gpytorch import variational
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import dense
 
@@ -56,3 +57,16 @@ def assert_state(model, before: dict) -> None:
     assert after.keys() == before.keys()
     for name, value in before.items():
         assert torch.equal(after[name], value), name
+
+
+class LargestOutput(TorchDispatchMode):
+    """Size of the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if torch.is_tensor(value):
+                self.largest = max(self.largest, value.untyped_storage().nbytes() // value.element_size())
+        return out

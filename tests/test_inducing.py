@@ -3,10 +3,10 @@ from __future__ import annotations
 import gpytorch
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import dense
 from tests.factories import make_kernel
+from tests.support import LargestOutput
 from tighter_gp import inducing
 
 METHODS = ["kmeans", "greedy", "random"]
@@ -26,19 +26,6 @@ def squared_distances(x, points):
 
 def rows(points) -> set[tuple[float, ...]]:
     return {tuple(point) for point in points.tolist()}
-
-
-class LargestOutput(TorchDispatchMode):
-    """Size of the largest tensor that any operation makes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if torch.is_tensor(value):
-                self.largest = max(self.largest, value.untyped_storage().nbytes() // value.element_size())
-        return out
 
 
 # -- all methods --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 import tighter_gp
 from tests import dense
 from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS, assert_state, double_problem, randomize_q, state
+from tests.support import Q_FORMS, LargestOutput, assert_state, double_problem, randomize_q, state
 
 P = double_problem(kernel="matern32")
 N, M = len(P.x), len(P.z)
@@ -265,6 +265,14 @@ def test_a_batch_of_gps_predicts_as_its_members(last_term, own_points, subset):
         alone = predict(single, last_term, likelihood=noise, subset=subset)
         torch.testing.assert_close(together.mean[i], alone.mean, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(together.variance[i], alone.variance, rtol=1e-8, atol=1e-10)
+
+
+def test_many_points_take_the_memory_of_the_answer_and_one_chunk():
+    model, x = sparse(), torch.rand(100_000, 2)
+    with LargestOutput() as seen:
+        q = tighter_gp.predict(model, x, batch_size=1000)
+    assert q.mean.shape == q.variance.shape == (100_000,)
+    assert seen.largest <= x.numel()
 
 
 def test_the_warning_counts_the_points_of_all_members():
