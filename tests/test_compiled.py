@@ -215,6 +215,52 @@ def test_a_first_step_that_fails_leaves_the_parameters_alone_and_the_next_is_cap
     assert step.failed.item() == 1
 
 
+class RootMean(gpytorch.means.Mean):
+    """Finite at zero, where its slope is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.height = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.height.abs().sqrt().expand(x.shape[:-1])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_gradient_that_is_not_finite_never_reaches_the_parameters(is_compiled, monkeypatch):
+    mll, x, y = make()
+    mll.model.mean_module = RootMean()
+    before = {name: parameter.detach().clone() for name, parameter in parameters(mll).items()}
+    step = tighter_gp.CompiledStep(mll, torch.optim.Adam(mll.parameters(), lr=0.01), **EAGER)
+    if not is_compiled:
+        monkeypatch.setattr(step, "_capture", lambda *args: None)
+    assert step(x, y).isnan()
+    assert step.is_compiled == is_compiled
+    assert step.failed.item() == 1
+    for name, parameter in parameters(mll).items():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
+CHANGES = {
+    "fixed noise replaced": lambda mll: setattr(mll.likelihood, "noise", torch.full((7,), 2.0)),
+    "fixed noise in place": lambda mll: mll.likelihood.noise_covar.noise.fill_(2.0),
+    "jitter": lambda mll: setattr(mll.model.variational_strategy, "jitter_val", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_constant_makes_another_graph(change):
+    mll, x, y = make()
+    mll.likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((7,), 0.5))
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    first = step(x, y)
+    CHANGES[change](mll)
+    second = step(x, y)
+    assert step.is_compiled
+    assert (second - first).abs() > 1e-3
+    torch.testing.assert_close(second, -mll(mll.model(x), y).detach())
+
+
 def test_tables_with_sparse_gradients_run_eagerly():
     torch.manual_seed(0)
     model = build(conditional=tighter_gp.PerPoint(9)).train()

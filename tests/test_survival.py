@@ -113,6 +113,16 @@ def test_other_strategies_conditionals_and_objectives_survive_too(name, setting)
     assert adversarial.all_finite(problem)
 
 
+@pytest.mark.parametrize("setting", SETTINGS if SOAK else SETTINGS[::5], ids=str)
+@pytest.mark.parametrize("num_blocks", [20, 6])
+def test_blocks_survive_too(num_blocks, setting):
+    labels = tighter_gp.blocks.partition(adversarial.build(setting).x, num_blocks)
+    problem = adversarial.build(setting, with_conditional(tighter_gp.Blocks(labels)))
+    history = fit(*problem, steps=STEPS, batch_size=None, lr=setting.lr, schedule="constant", progress=False)
+    assert adversarial.all_finite(problem)
+    assert sum(map(math.isfinite, history.loss)) > 0.8 * STEPS
+
+
 def collapsed_settings():
     """L-BFGS has no learning rate."""
     settings = [setting for setting in SETTINGS if setting.lr == 1.0]
@@ -236,6 +246,20 @@ def test_rounding_above_the_jitter_is_noticed_where_nothing_fails(variance):
         torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=2e-6 * wide.abs().max().item())
     rough = make_kernel("rbf", 1.0, torch.ones(1)).float()(torch.tensor([[0.0], [1e-3]]).float()).to_dense()
     assert 1 - rough[0, 1].item() != pytest.approx(5e-7, rel=0.02), "float32 would do: the test tests nothing"
+
+
+def test_blocks_in_float32_have_the_bound_of_double():
+    """Whose gain over single points is a difference of covariances, here a millionth of them."""
+    setting = next(s for s in SETTINGS if str(s) == "unscaled-short-spread-noise0.01-lr0.1-rbf")
+    bounds_found = []
+    for dtype in (torch.float32, torch.float64):
+        labels = tighter_gp.blocks.partition(adversarial.build(setting).x, 6)
+        strategy = with_conditional(tighter_gp.Blocks(labels))
+        problem = adversarial.build(setting, strategy, dtype=dtype, jitter_val=1e-4)
+        tighter_gp.set_optimal_q(*problem)
+        mll = tighter_gp.TighterELBO(problem.likelihood, problem.model, len(problem.y), combine_terms=False)
+        bounds_found.append(mll(problem.model.train()(problem.x), problem.y).conditional.double())
+    torch.testing.assert_close(*bounds_found, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("variance", [1.0, 1e12])

@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 
 from .conditionals import OptimalConditional, ResidualBlocks, block_table, checked_index
 from .inducing import kmeans
+from .linalg import mean_diagonal
 from .moments import add_identity_cholesky
 
 __all__ = ["BlockBatchSampler", "Blocks", "partition"]
@@ -172,6 +173,7 @@ class Blocks(OptimalConditional):
     """
 
     needs_index = True
+    needs_double = True
 
     def __init__(self, labels: Tensor) -> None:
         super().__init__()
@@ -202,8 +204,7 @@ class Blocks(OptimalConditional):
         positions, is_point = rows.clamp_min(0), rows >= 0
         blocks = covariance(positions)
         is_diagonal = torch.eye(rows.size(-1), dtype=torch.bool, device=rows.device)
-        # The diagonal is d_n itself, clamped where it was made.
-        blocks = torch.where(is_diagonal, residual[..., positions].unsqueeze(-1), blocks)
+        blocks = torch.where(is_diagonal, blocks.clamp_min(0.0), blocks)
         return ResidualBlocks(blocks * (is_point.unsqueeze(-1) & is_point.unsqueeze(-2)), rows)
 
     def _labels_of(self, residual: Tensor, index: Tensor | None) -> Tensor:
@@ -242,17 +243,21 @@ class Blocks(OptimalConditional):
             raise ValueError(
                 "Blocks needs the residual covariances within blocks; this strategy does not provide them."
             )
-        precision = precision.expand_as(residual)
+        precision = precision.expand_as(residual).to(blocks.covariance.dtype)
         is_seen = precision > 0
         precision = torch.where(is_seen, precision, torch.ones_like(precision))
         root = (precision.sqrt() * is_seen)[..., blocks.rows.clamp_min(0)]
-        factor = add_identity_cholesky(root.unsqueeze(-1) * blocks.covariance * root.unsqueeze(-2))
+        scaled = root.unsqueeze(-1) * blocks.covariance * root.unsqueeze(-2)
+        # Differences of covariances: what the inducing points explain wholly has the errors of what they do not.
+        largest = mean_diagonal(scaled).amax(-1, keepdim=True)
+        factor = add_identity_cholesky(scaled, largest.expand(scaled.shape[:-2]))
         identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
         block_scale = inverse.square().sum(-2)  # the diagonal of M_b, ... x K x S
         penalty = 0.5 * (block_scale - 1) + factor.diagonal(dim1=-1, dim2=-2).log()
         explained_away, penalty = (_ungroup(values, blocks.rows) for values in (1 - block_scale, penalty))
-        return torch.where(is_seen, explained_away / precision, residual), penalty
+        kept = torch.where(is_seen, explained_away / precision, residual)
+        return kept.to(residual.dtype), penalty.to(residual.dtype)
 
 
 def _ungroup(values: Tensor, rows: Tensor) -> Tensor:

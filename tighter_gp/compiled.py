@@ -55,7 +55,7 @@ class CompiledStep:
     :class:`~tighter_gp.likelihoods.PoissonLikelihood` and softmax, all strategies and GPyTorch's wrappers around them.
     For anything else a warning says what stood in the way, and steps are eager. One thing is lost: where float32 rounding
     of large prior variances exceeds the jitter, an eager step changes to the precision of the factor, a compiled one
-    cannot. Scale the targets, or train in float64.
+    cannot. Scale the targets, or train in float64. After a change of the model's parts, of a kernel or a prior, make a new one.
 
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.
@@ -79,6 +79,13 @@ class CompiledStep:
         self._loss = _Loss(mll)
         self._parameters = dict(self._loss.named_parameters())
         self._buffers = {name: buffer for name, buffer in self._loss.named_buffers() if buffer.is_floating_point()}
+        # Constants of a graph: tensors that are no state, such as fixed noise, and jitters.
+        self._constants = [
+            (module, name.removeprefix("_"))
+            for module in self._loss.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor) or name == "_jitter_val"
+        ]
         self._device = next(iter(self._parameters.values())).device
         self._graphs: dict[tuple, Graph | None] = {}
         self._is_fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
@@ -96,6 +103,7 @@ class CompiledStep:
             *((value.shape, value.dtype) for value in (x, target, *tensors.values())),
             *((name, value) for name, value in kwargs.items() if name not in tensors),
             *(parameter.requires_grad for parameter in self._parameters.values()),
+            *(_constant(getattr(module, name)) for module, name in self._constants),
             getattr(self.mll, "num_data", None),
             getattr(self.mll, "beta", None),
             settings._linalg_dtype_cholesky.value(),
@@ -126,7 +134,9 @@ class CompiledStep:
             loss.sum().backward()
         except NUMERICAL_ERRORS:
             loss = torch.full((), torch.nan, device=self._device)
-        return loss.detach(), ~torch.isfinite(loss.detach()).all()
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        failed = ~_all_finite(loss.detach(), *(g.coalesce().values() if g.is_sparse else g for g in gradients))
+        return torch.where(failed, torch.nan, loss.detach()), failed
 
     def _values(self) -> dict[str, Tensor]:
         """Parameters and buffers. Those without a dimension get one: torch would read their values for its guards."""
@@ -156,7 +166,7 @@ class CompiledStep:
                 loss = functional_call(self._loss, values, (x, target, {**kwargs, **tensors}))
                 leaves = [values[name] for name in trained]
                 gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
-            failed = ~torch.stack([*passed, torch.isfinite(loss).all()]).all()
+            failed = ~torch.stack([*passed, _all_finite(loss, *gradients)]).all()
             return torch.where(failed, torch.nan, loss).detach(), failed, *gradients
 
         arguments = (self._values(), x, target, tensors)
@@ -181,6 +191,15 @@ class CompiledStep:
             self.optimizer.step()
         elif not bool(failed):
             self.optimizer.step()
+
+
+def _all_finite(*tensors: Tensor) -> Tensor:
+    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+
+
+def _constant(value: Any) -> Any:
+    """What tells a constant from another: the tensor itself, and how often it was written to."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -66,6 +66,7 @@ class Conditional(Module, ABC):
     :ivar bool is_strict: Whether the objective is a lower bound on the evidence for every likelihood.
     :ivar bool is_gaussian_only: Whether the scales are known for Gaussian noise alone.
     :ivar bool needs_index: Whether a call in training must say which training points it holds, ``model(x, index=rows)``.
+    :ivar bool needs_double: Whether it factorises residual covariances, which float32 does not know to within the noise.
 
     Example:
         >>> residual = torch.tensor([0.0, 1.0, 3.0])
@@ -79,6 +80,7 @@ class Conditional(Module, ABC):
     is_strict: bool = False
     is_gaussian_only: bool = False
     needs_index: bool = False
+    needs_double: bool = False
     batch_shape: torch.Size = torch.Size()
 
     def check_index(self, index: Tensor | None, num_points: int) -> Tensor | None:

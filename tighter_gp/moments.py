@@ -334,9 +334,12 @@ def add_identity(gram: Tensor) -> Tensor:
     return gram + torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
 
 
-def add_identity_cholesky(gram: Tensor) -> Tensor:
-    r""":math:`\mathrm{chol}(I + G)`, well conditioned from below for every Gram matrix :math:`G`."""
-    return cholesky(add_identity(gram), name="I + A A'/noise")
+def add_identity_cholesky(gram: Tensor, scale: Tensor | None = None) -> Tensor:
+    r""":math:`\mathrm{chol}(I + G)`, well conditioned from below for every Gram matrix :math:`G`.
+
+    :param scale: See :func:`~tighter_gp.linalg.cholesky`.
+    """
+    return cholesky(add_identity(gram), "I + A A'/noise", scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

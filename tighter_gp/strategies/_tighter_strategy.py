@@ -306,7 +306,8 @@ class _TighterStrategy(VariationalStrategy):
 
         GPyTorch's default jitter for float32 does. A smaller one keeps directions in which float32 is all error.
         """
-        return _linalg_dtype_cholesky.value() if self.jitter_val < 256 * torch.finfo(dtype).eps else dtype
+        needs_more = self.conditional.needs_double or self.jitter_val < 256 * torch.finfo(dtype).eps
+        return _linalg_dtype_cholesky.value() if needs_more else dtype
 
     def _covers_rounding(self, inducing_covar: Tensor, dtype: torch.dtype) -> Tensor:
         """The same question for the values at hand: where a prior variance is in the hundreds, it does no longer."""
@@ -413,12 +414,13 @@ class _TighterStrategy(VariationalStrategy):
         def projection() -> Tensor:
             """A with a graph of its own, for what the moments do not say."""
             chol_with_graph = reuse_cholesky(prior.inducing_covar.to(chol.dtype), chol)
-            return project(chol_with_graph, prior.cross_covar).to(prior.mean.dtype)
+            return project(chol_with_graph, prior.cross_covar)
 
         def full_covar(scale: Tensor | None = None) -> LinearOperator:
-            root = explained_root(projection(), self.whitened())
+            rounded = projection().to(prior.mean.dtype)
+            root = explained_root(rounded, self.whitened())
             explained = ZeroLinearOperator(*prior.data_covar.shape) if root is None else RootLinearOperator(root.mT)
-            residual = SumLinearOperator(prior.data_covar, MatmulLinearOperator(-projection().mT, projection()))
+            residual = SumLinearOperator(prior.data_covar, MatmulLinearOperator(-rounded.mT, rounded))
             if scale is not None:
                 # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
                 width = DiagLinearOperator(scale.sqrt())
@@ -430,7 +432,8 @@ class _TighterStrategy(VariationalStrategy):
             # The sets come first, so that batches of the kernel still broadcast.
             batch = projection().shape[:-2]
             sets = x.expand(*batch, *x.shape[-2:])[..., rows, :].movedim(-3, 0)
-            covariance = self.model.forward(sets, **kwargs).lazy_covariance_matrix.to_dense().movedim(0, -3)
+            covar = self.model.forward(sets, **kwargs).lazy_covariance_matrix
+            covariance = dense_covariance(covar, prior.cross_covar.dtype).movedim(0, -3)
             columns = projection()[..., rows].movedim(-2, -3)
             return covariance - columns.mT @ columns
 
@@ -567,3 +570,12 @@ def lower_lazy(covar: LinearOperator) -> LoweredKernel | None:
     if covar.last_dim_is_batch or covar.params:
         return None
     return lower(covar.kernel, ignore_active_dims=True)
+
+
+def dense_covariance(covar: LinearOperator, dtype: torch.dtype) -> Tensor:
+    """A lazy covariance of inputs with themselves, evaluated in some precision."""
+    lowered = lower_lazy(covar)
+    if lowered is None:
+        return evaluate(covar, to_dense, dtype)
+    x = covar.x1.to(dtype)
+    return lowered.covariance([value.to(dtype) for value in lowered.values], x, x)
