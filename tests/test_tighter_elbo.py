@@ -548,6 +548,19 @@ def test_num_data_smaller_than_the_batch():
     refused(ValueError, message, lambda: mll(model(P.x), P.y), model)
 
 
+def test_a_tensor_in_place_of_q():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    message = r"needs q\(f\), got a tensor: call mll\(model\(x\), y\).*gplvm.LatentVariableELBO"
+    refused(TypeError, message, lambda: mll(P.x, P.y), model)
+
+
+def test_targets_that_are_bool():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    refused(TypeError, r"Targets are bool.*y\.float\(\)", lambda: mll(model(P.x), P.y > 0), model)
+
+
 @pytest.mark.parametrize("likelihood", [BernoulliLikelihood, StudentTLikelihood, PoissonLikelihood])
 def test_a_likelihood_without_a_closed_form_under_optimal(likelihood):
     model = make_gp(P.z)

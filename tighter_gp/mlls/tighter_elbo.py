@@ -138,8 +138,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
         :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
-        num_batch = variational_dist_f.event_shape[0]
         log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
+        num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch
         added_loss, log_prior = torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood)
         for term in self.model.added_loss_terms():
@@ -246,6 +246,11 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         return divergence.sum(dim) if -divergence.dim() <= dim < 0 else divergence
 
     def _residual_of(self, q: MultivariateNormal) -> ResidualLinearOperator:
+        if isinstance(q, Tensor):
+            raise TypeError(
+                "TighterELBO needs q(f), got a tensor: call mll(model(x), y), and for a latent-variable model use "
+                "tighter_gp.gplvm.LatentVariableELBO, as objective= of fit."
+            )
         carriers = list(iter_residuals(q.lazy_covariance_matrix)) if isinstance(q, MultivariateNormal) else []
         if not carriers:
             raise TypeError(
@@ -289,6 +294,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 f"The batch has {q.event_shape[0]} points but num_data={self.num_data}; num_data is the size of the whole "
                 "training set."
             )
+        if target.dtype == torch.bool:
+            raise TypeError("Targets are bool, which have no arithmetic; convert them, such as y.float().")
         # A likelihood of several functions may have one label a point.
         is_one_dimensional = isinstance(self.likelihood, _OneDimensionalLikelihood) or is_gaussian(self.likelihood)
         allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
