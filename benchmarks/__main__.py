@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
+
+from tighter_gp.training import distributed
 
 from .errors import UserError
 
@@ -12,9 +15,17 @@ from .errors import UserError
 EXPERIMENTS = ("demo", "snelson", "prediction", "uci", "mnist", "gplvm", "blocks", "speed", "report", "readme")
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which ``--help`` has."""
+        self.exit(2, f"error: {message}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run one experiment."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = Parser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="experiment", required=True)
     for name in EXPERIMENTS:
         module = importlib.import_module(f"benchmarks.{name}")
@@ -28,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    distributed.stop()
     return 0
 
 

@@ -17,7 +17,9 @@ import os
 import sys
 import tarfile
 import tempfile
+import warnings
 import zipfile
+import zlib
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -104,7 +106,7 @@ def _verify(path: Path, expected: str | None) -> None:
         return
     try:
         found = _checksum(path, expected.split(":")[0])
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged ({error}); expected {expected}. Delete it and get it again.") from error
     if found != expected:
         raise UserError(f"{path} is damaged or another version: expected {expected}, got {found}. Get it again.")
@@ -240,9 +242,13 @@ def _uci(name: str, data_dir: str | None) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_table(path: Path) -> np.ndarray:
     try:
-        table = np.loadtxt(path, delimiter=",", ndmin=2)
-    except (OSError, EOFError, ValueError, gzip.BadGzipFile) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*input contained no data", UserWarning)
+            table = np.loadtxt(path, delimiter=",", ndmin=2)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}.") from error
+    if not table.size:
+        raise UserError(f"{path} is empty.")
     bad = int((~np.isfinite(table)).any(1).sum())
     if bad:
         raise UserError(f"{path} has NaN or infinite values in {bad} of {len(table)} rows; drop or impute them.")
@@ -316,7 +322,7 @@ def _read_idx(path: Path) -> np.ndarray:
         num_dims = content[3]
         shape = np.frombuffer(content, ">i4", num_dims, offset=4)
         return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy()
-    except (OSError, EOFError, ValueError, IndexError) as error:
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
         raise UserError(f"{path} is not a gzipped IDX file: {error}.") from error
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from . import plotting
 from .plotting import BLUE, GREY, INK, ORANGE, SKY, VERMILION
-from .report import BOUND, ERROR, LOG_LIKELIHOOD, RMSE, Metric, Result, grouped, label, mean, methods_of
+from .report import BOUND, ERROR, LOG_LIKELIHOOD, RMSE, Metric, Result, grouped, label, mean, methods_of, settings_of
 
 STYLES: dict[str, dict[str, Any]] = {
     "svgp": {"color": BLUE, "marker": "o", "linestyle": (0, (5, 1.5))},
@@ -98,12 +98,13 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def _scores(results: Sequence[Result], metric: Metric) -> Figure:
-    """One panel a data set: a metric against the number of inducing points."""
-    groups = grouped(results)
-    datasets = list(dict.fromkeys(key[0] for key in groups))
-    figure, axes = _panels(len(datasets))
-    for dataset, panel in zip(datasets, axes, strict=True):
-        own = [result for result in results if result["dataset"] == dataset]
+    """One panel a data set and settings: a metric against the number of inducing points."""
+    panels: dict[str, list[Result]] = {}
+    settings = settings_of(results)
+    for key, group in grouped(results).items():
+        panels.setdefault("\n".join(filter(None, (key[0], settings[key]))), []).extend(group)
+    figure, axes = _panels(len(panels))
+    for (title, own), panel in zip(panels.items(), axes, strict=True):
         sizes = sorted({result.get("num_inducing") or 0 for result in own})
         methods = methods_of(own)
         for i, method in enumerate(methods):
@@ -124,7 +125,7 @@ def _scores(results: Sequence[Result], metric: Metric) -> Figure:
                 )
         panel.set_xticks(range(len(sizes)), list(map(str, sizes)))
         panel.set_xlim(-0.5, len(sizes) - 0.5)
-        panel.set_title(dataset)
+        panel.set_title(title)
         panel.set_xlabel("inducing points")
     axes[0].set_ylabel(_axis(metric))
     _legend(figure, axes)
@@ -143,13 +144,13 @@ def _traced(results: Sequence[Result]) -> str | None:
 
 def _traces(results: Sequence[Result]) -> Figure:
     """Bound and test scores over training; thin lines are runs, thick ones their means."""
-    sizes = sorted({result.get("num_inducing") or 0 for result in results})
+    rows, settings = grouped(results), settings_of(results)
     metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if m.read(results[0]["trace"][-1]) is not None]
-    figure = plotting.new_figure(3.6 * len(metrics) + 0.4, 2.8 * len(sizes) + 0.5)
-    panels = figure.subplots(len(sizes), len(metrics), squeeze=False)
-    for row, size in enumerate(sizes):
-        own = [result for result in results if (result.get("num_inducing") or 0) == size]
-        for panel, metric in zip(panels[row], metrics, strict=True):
+    figure = plotting.new_figure(3.6 * len(metrics) + 0.4, 2.8 * len(rows) + 0.5)
+    panels = figure.subplots(len(rows), len(metrics), squeeze=False)
+    for (key, own), row in zip(rows.items(), panels, strict=True):
+        size = key[1]
+        for panel, metric in zip(row, metrics, strict=True):
             for method in methods_of(own):
                 style = {name: value for name, value in _style(method).items() if name != "marker"}
                 runs = [result["trace"] for result in own if result["method"] == method]
@@ -159,7 +160,8 @@ def _traces(results: Sequence[Result]) -> Figure:
             values = [v for r in own for v in _line(r["trace"], metric)[1]]
             _skip_start(panel, values, metric.sign)
             panel.set_xlabel("epoch" if "epoch" in own[0]["trace"][0] else "step")
-            panel.set_title(f"{_axis(metric)}{f', M = {size}' if size else ''}", fontsize=10.5)
+            where = ", ".join(filter(None, (f"M = {size}" if size else "", settings[key])))
+            panel.set_title(", ".join(filter(None, (_axis(metric), where))), fontsize=10.5)
     _legend(figure, panels.flatten())
     return figure
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -33,7 +32,7 @@ from torch import Tensor
 import tighter_gp
 from tighter_gp import gplvm
 from tighter_gp.gplvm import collapsed
-from tighter_gp.training import History, Step, fit
+from tighter_gp.training import History, Step, distributed, fit
 
 from .data import load_oil_flow
 from .errors import UserError
@@ -124,15 +123,24 @@ def run(args: argparse.Namespace) -> None:
         for method in args.methods
     ]
     session.plan(planned)
-    figures = writable_folder(session.path.parent / "figures")
+    figures, is_first = writable_folder(session.path.parent / "figures"), distributed.rank() == 0
     results = []
+    for one in planned if not args.resume else []:
+        session.forget(session.shared(one))
     for one in planned:
         drawn = (
             figures / f"gplvm_latents_{one['method']}_M{one['num_inducing']}.png"
-            if one["seed"] == args.seed[0]
+            if one["seed"] == args.seed[0] and is_first
             else None
         )
-        results.append(session.run(one, partial(train, one, loaded[one["dataset"]], drawn)))
+        results.append(session.run(one, partial(train, one, loaded[one["dataset"]], drawn, session.shared(one))))
+    for one in planned:
+        session.forget(session.shared(one))
+    costs = Session("gplvm_step", args)
+    step = describe_step(args)
+    cost = costs.run(step, partial(step_cost, step, args))
+    if not is_first:
+        return
     print(f"\n{means_table(results)}\n")
     if paired := pairs_table(results):
         print(f"{paired}\n")
@@ -140,10 +148,7 @@ def run(args: argparse.Namespace) -> None:
     if judged := judged_table(results):
         print(f"{judged}\n")
     draw_traces(results, figures / "gplvm_traces.png")
-
-    costs = Session("gplvm_step", args)
-    step = describe_step(args)
-    print(step_line(costs.run(step, partial(step_cost, step, args))))
+    print(step_line(cost))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,15 +214,20 @@ def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: in
     }
 
 
-def train(run: dict[str, Any], data: Data, drawn: Path | None, checkpoint: Path, resume: bool) -> dict[str, Any]:
+def train(
+    run: dict[str, Any], data: Data, drawn: Path | None, warm: Path, checkpoint: Path, resume: bool
+) -> dict[str, Any]:
     """Train one method and score it.
 
     :param drawn: Where to draw the latent space, if anywhere.
+    :param warm: Checkpoint of the common warm start.
     """
     started = time.process_time()
     tighter = run["method"].startswith("t")
-    prepare = train_collapsed if run["method"].endswith("collapsed") else train_batches
-    model, outcome = prepare(run, data, tighter, checkpoint, resume)
+    if run["method"].endswith("collapsed"):
+        model, outcome = train_collapsed(run, data, tighter)
+    else:
+        model, outcome = train_batches(run, data, tighter, warm, checkpoint, resume)
     if drawn is not None:
         draw_latents(model, run, data, drawn)
     bound = outcome["bound_tighter" if tighter else "bound_base"]
@@ -283,24 +293,26 @@ class WarmStart(NamedTuple):
     trace: list[dict[str, float]]
 
 
-_WARM_STARTS: dict[str, WarmStart] = {}
+def warm_start(run: dict[str, Any], data: Data, checkpoint: Path) -> WarmStart:
+    """Training with the base bound, from principal components.
 
-
-def warm_start(run: dict[str, Any], data: Data) -> WarmStart:
-    """Training with the base bound, from principal components; the same for both methods, so it is done once."""
-    shared = {name: run[name] for name in ("dataset", "num_inducing", "seed", "config")}
-    key = json.dumps(shared, sort_keys=True)
-    if key not in _WARM_STARTS:
-        config = run["config"]
-        model = start(data, run["num_inducing"], run["seed"])
-        warm = WarmStart(model.state_dict(), seconds=0.0, steps=0, trace=[])
-        if config["warmup_epochs"]:
-            elbo = make_elbo(model, data, tighter=False)
-            history, trace = fit_batches(model, elbo, data, run, config["warmup_epochs"], config["warmup_lr"], notes=8)
-            warm = WarmStart(model.state_dict(), history.seconds, history.steps, trace.points)
-        _WARM_STARTS.clear()  # runs of a pair follow each other
-        _WARM_STARTS[key] = warm
-    return _WARM_STARTS[key]
+    The same for both methods: what the first has done the second finds in the checkpoint.
+    """
+    config, model = run["config"], start(data, run["num_inducing"], run["seed"])
+    if not config["warmup_epochs"]:
+        return WarmStart(model.state_dict(), seconds=0.0, steps=0, trace=[])
+    history, trace = fit_batches(
+        model,
+        make_elbo(model, data, tighter=False),
+        data,
+        run,
+        config["warmup_epochs"],
+        config["warmup_lr"],
+        notes=8,
+        checkpoint=checkpoint,
+        resume=True,
+    )
+    return WarmStart(model.state_dict(), history.seconds, history.steps, trace.points)
 
 
 def make_elbo(model: gplvm.BayesianGPLVM, data: Data, tighter: bool) -> gplvm.LatentVariableELBO:
@@ -343,10 +355,10 @@ def fit_batches(
 
 
 def train_batches(
-    run: dict[str, Any], data: Data, tighter: bool, checkpoint: Path, resume: bool
+    run: dict[str, Any], data: Data, tighter: bool, warm_checkpoint: Path, checkpoint: Path, resume: bool
 ) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
     """The method's own bound from the common warm start."""
-    config, warm = run["config"], warm_start(run, data)
+    config, warm = run["config"], warm_start(run, data, warm_checkpoint)
     model = start(data, run["num_inducing"], run["seed"])
     model.load_state_dict(warm.state)
     history, trace = fit_batches(
@@ -379,9 +391,7 @@ def evaluate(elbo: gplvm.LatentVariableELBO, data: Data, seed: int) -> tuple[flo
     return statistics.fmean(rounds), statistics.stdev(rounds) / math.sqrt(_TEST_ROUNDS)
 
 
-def train_collapsed(
-    run: dict[str, Any], data: Data, tighter: bool, checkpoint: Path, resume: bool
-) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
+def train_collapsed(run: dict[str, Any], data: Data, tighter: bool) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
     """All rows at once: L-BFGS."""
     first = start(data, run["num_inducing"], run["seed"])
     latents = gplvm.VariationalLatents(first.latents.q().mean, stddev=first.latents.q().stddev, sparse=False)

@@ -17,7 +17,7 @@ import torch
 from gpytorch.mlls import VariationalELBO
 
 import tighter_gp
-from tighter_gp.training import Step, distributed
+from tighter_gp.training import Step
 
 from . import models
 from .data import Split, load_digits, load_mnist
@@ -80,7 +80,6 @@ def run(args: argparse.Namespace) -> None:
         start = models.make_start(loaded[name].train_x, num_inducing, seed)
         for one in runs:
             session.run(one, partial(train, one, loaded[name], start, args.traces))
-    distributed.stop()
 
 
 def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:

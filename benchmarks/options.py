@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import math
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,14 @@ _NUMBERS = {
 def add_arguments(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
     """Add the common flags.
 
-    :param defaults: Value of each flag by default; a flag that is not in it is not added.
+    :param defaults: Value of each flag by default; one that is not in it has no meaning here, and is refused.
     """
-    for name, (kind, text) in _LISTS.items():
-        if _key(name) in defaults:
-            shown = " ".join(map(str, defaults[_key(name)]))
-            parser.add_argument(f"--{name}", nargs="+", type=kind, metavar="X", help=f"{text} (default: {shown})")
-    for name, (kind, text) in _NUMBERS.items():
-        if _key(name) in defaults:
-            parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{text} (default: {defaults[_key(name)]})")
+    for name, (kind, text) in {**_LISTS, **_NUMBERS}.items():
+        value = defaults.get(_key(name))
+        shown = " ".join(map(str, value)) if isinstance(value, list) else value
+        note = "not for this experiment" if value is None else f"default: {shown}"
+        count = "+" if name in _LISTS else None
+        parser.add_argument(f"--{name}", nargs=count, type=kind, metavar="X", help=f"{text} ({note})")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help=f"precision (default: {defaults['dtype']})")
     parser.add_argument(
@@ -66,6 +66,11 @@ def resolve(
     :param methods: The methods of the experiment.
     :param datasets: Its data sets, if they are few and fixed.
     """
+    for name in map(_key, (*_LISTS, *_NUMBERS)):
+        given = getattr(args, name, None)
+        if given is not None and name not in defaults and (name, given) != ("splits", [0]):
+            only = "there is one split, 0" if name == "splits" else "it has no meaning here"
+            raise UserError(f"--{name.replace('_', '-')} is not for this experiment: {only}.")
     values = {**defaults, **(smoke if args.smoke else {})}
     for name, value in values.items():
         if getattr(args, name, None) is None:
@@ -83,8 +88,11 @@ def resolve(
     for name in ("num_inducing", "epochs", "batch_size", "lr"):
         given = getattr(args, name, None)
         for value in given if isinstance(given, list) else [] if given is None else [given]:
-            if not value > 0:
-                raise UserError(f"--{name.replace('_', '-')} must be positive; got {value}.")
+            if not 0 < value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} must be positive and finite; got {value}.")
+    for seed in args.seed:
+        if not 0 <= seed < 2**31:
+            raise UserError(f"--seed must lie between 0 and 2**31 - 1; got {seed}.")
     args.dtype = DTYPES[args.dtype]
     args.device = _device(args.device)
     return args
@@ -97,7 +105,7 @@ def _key(flag: str) -> str:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return distributed.start(device)
@@ -109,6 +117,9 @@ def writable_folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {path}: cannot make this folder ({error.strerror}).") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"--out {path}: cannot write there (permission denied).")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot write there ({error.strerror}).") from None
     return path

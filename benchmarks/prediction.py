@@ -88,8 +88,10 @@ def run(args: argparse.Namespace) -> None:
         data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
         model = SGPR(data, make_start(data.train_x, number, seed))
         trained: dict[str, Any] = {}
+        training = session.shared(runs[0])
         for one in runs:
-            session.run(one, partial(evaluate, one, data, model, trained))
+            session.run(one, partial(evaluate, one, data, model, trained, training))
+        session.forget(training)
 
 
 def describe(
@@ -113,9 +115,15 @@ def describe(
 
 
 def evaluate(
-    run: dict[str, Any], data: Split, model: SGPR, trained: dict[str, Any], checkpoint: Path, resume: bool
+    run: dict[str, Any],
+    data: Split,
+    model: SGPR,
+    trained: dict[str, Any],
+    training: Path,
+    checkpoint: Path,
+    resume: bool,
 ) -> dict[str, Any]:
-    """Predict the test set; the first method of a split trains the model."""
+    """Predict the test set; the first method of a split trains the model, whose checkpoint is kept for the others."""
     likelihood = model.likelihood
     if not trained:
         history = tighter_gp.training.fit(
@@ -125,7 +133,7 @@ def evaluate(
             data.train_y,
             epochs=run["config"]["epochs"],
             seed=run["seed"],
-            checkpoint=checkpoint,
+            checkpoint=training,
             checkpoint_every=20,
             resume=resume,
         )

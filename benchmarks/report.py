@@ -23,7 +23,8 @@ Result = dict[str, Any]
 # A difference smaller than this, in nats per datum or in units of the target's standard deviation, is a tie.
 TIE = 0.002
 CAPTION = (
-    f"Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than {TIE}. "
+    "Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
+    f"{TIE}, for errors {100 * TIE} percentage points. "
     "*Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
 )
 
@@ -35,12 +36,14 @@ class Metric(NamedTuple):
     :param read: Its value in a result; None if there is none.
     :param sign: 1 if more is better, -1 if less is, 0 if neither.
     :param digits: Decimals.
+    :param tie: A smaller difference is a tie.
     """
 
     title: str
     read: Callable[[Result], float | None]
     sign: int
     digits: int = 4
+    tie: float = TIE
 
 
 def _field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
@@ -50,7 +53,7 @@ def _field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
 BOUND = Metric("bound / N", _field("bound"), 1)
 LOG_LIKELIHOOD = Metric("test log-lik.", _field("nlpd", -1.0), 1)
 RMSE = Metric("RMSE", _field("rmse"), -1)
-ERROR = Metric("error %", _field("error", 100.0), -1, 2)
+ERROR = Metric("error %", _field("error", 100.0), -1, 2, 100 * TIE)
 NOISE = Metric("noise", _field("noise"), 0)
 SECONDS = Metric("seconds", _field("seconds"), 0, 1)
 METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS)
@@ -67,6 +70,8 @@ LABELS = {
     "v-bgplvm": "V-BGPLVM",
     "tv-bgplvm": "TV-BGPLVM",
 }
+# Experiments that make tables and figures of their own.
+OTHERS = ("demo", "speed")
 TITLES = {
     "snelson": "One-dimensional regression",
     "prediction": "Last term of the predictive variance",
@@ -110,8 +115,14 @@ def load(paths: Sequence[Path]) -> list[Result]:
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist; run an experiment first, or name its result files.")
-        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    results = {identity(result): result for file in files for result in read_results(file)}
+        found = sorted(file for file in path.rglob("*.jsonl") if "smoke" not in file.relative_to(path).parts[:-1])
+        files += found if path.is_dir() else [path]
+    results = {
+        identity(result): result
+        for file in files
+        for result in read_results(file)
+        if str(result.get("experiment")).partition(" ")[0] not in OTHERS
+    }
     if not results:
         raise UserError(f"there are no results in {', '.join(map(str, paths))}.")
     for result in results.values():
@@ -172,12 +183,12 @@ def pairs(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[Result,
     return found
 
 
-def tally(differences: Iterable[float], sign: int) -> Counter[str]:
+def tally(differences: Iterable[float], metric: Metric) -> Counter[str]:
     """Wins, ties and losses of differences tighter - base."""
     counts: Counter[str] = Counter()
     for difference in differences:
-        better = sign * difference
-        counts["win" if better >= TIE else "loss" if better <= -TIE else "tie"] += 1
+        better = metric.sign * difference
+        counts["win" if better >= metric.tie else "loss" if better <= -metric.tie else "tie"] += 1
     return counts
 
 
@@ -222,6 +233,19 @@ def grouped(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result
     return dict(sorted(groups.items(), key=lambda item: (first[item[0][0]], item[0][1], item[0][2])))
 
 
+def settings_of(results: Sequence[Result]) -> dict[tuple[str, int, str], str]:
+    """What tells a group from others with the same data, inducing points and some method; empty where there are none."""
+    groups = grouped(results)
+    methods = {key: {result["method"] for result in group} for key, group in groups.items()}
+    configs = {key: json.loads(key[2]) or {} for key in groups}
+    found = {}
+    for key, own in configs.items():
+        rivals = [configs[other] for other in groups if other[:2] == key[:2] and methods[other] & methods[key]]
+        differing = [name for name in own if any(rival.get(name) != own[name] for rival in rivals)]
+        found[key] = ", ".join(f"{name} {own[name]}" for name in differing)
+    return found
+
+
 def methods_of(results: Iterable[Result]) -> list[str]:
     """Methods in the order in which they are known, then in which they came."""
     found = list(dict.fromkeys(result["method"] for result in results))
@@ -232,20 +256,29 @@ def methods_of(results: Iterable[Result]) -> list[str]:
 def means_table(results: Sequence[Result]) -> str:
     """Means over splits and seeds, with standard errors."""
     metrics = [metric for metric in METRICS if any(metric.read(result) is not None for result in results)]
-    rows = []
-    for (dataset, num_inducing, _), group in grouped(results).items():
+    rows, settings = [], settings_of(results)
+    for key, group in grouped(results).items():
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
             cells = [mean(map(metric.read, own)) for metric in metrics]
             shown = [
                 "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
             ]
-            flags = sorted({flag for result in own for flag in result.get("flags", [])})
-            rows.append([dataset, str(num_inducing or ""), label(method), str(len(own)), *shown, ", ".join(flags)])
-    header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "flags"]
-    if not any(row[-1] for row in rows):
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    return table(header, rows)
+            rows.append([key[0], str(key[1] or ""), label(method), str(len(own)), *shown, settings[key], _flags(own)])
+    header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "settings", "flags"]
+    return table(*_without_empty(header, rows))
+
+
+def _flags(results: Sequence[Result]) -> str:
+    """What the runs were flagged with, and how many."""
+    counts = Counter(flag for result in results for flag in result.get("flags", []))
+    return ", ".join(f"{flag} ({count} of {len(results)})" for flag, count in sorted(counts.items()))
+
+
+def _without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without the columns of settings and flags that nothing stands in."""
+    kept = [i for i, name in enumerate(header) if name not in ("settings", "flags") or any(row[i] for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
@@ -255,8 +288,9 @@ def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
     """
     metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
     totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
-    rows, losses = [], []
-    for (dataset, num_inducing, _), group in grouped(results).items():
+    rows, losses, settings = [], [], settings_of(results)
+    for key, group in grouped(results).items():
+        dataset, num_inducing, _ = key
         for (base, tighter), matched in pairs(group).items():
             cells = []
             for metric in metrics:
@@ -266,28 +300,27 @@ def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
                     if before is None or after is None:
                         continue
                     differences.append(after - before)
-                    if metric.sign * differences[-1] <= -TIE:
+                    if metric.sign * differences[-1] <= -metric.tie:
                         where = f"{dataset}, M={num_inducing}, split {second.get('split')}, seed {second.get('seed')}"
                         losses.append(
                             f"- {where}, {label(tighter)}: {metric.title} {before:.{metric.digits}f} → "
                             f"{after:.{metric.digits}f}"
                         )
-                counts = tally(differences, metric.sign)
+                counts = tally(differences, metric)
                 totals[metric.title] += counts
                 average = mean(differences)
                 cells.append("" if average is None else f"{average.show(metric.digits, signed=True)} ({_wins(counts)})")
             own = [_gap(result) for pair in matched for result in pair]
             gaps = [gap for gap in own if gap is not None]
             cells.append(f"{min(gaps):+.4f}" if gaps else "")
-            rows.append(
-                [dataset, str(num_inducing or ""), f"{label(tighter)} − {label(base)}", str(len(matched)), *cells]
-            )
+            pair = f"{label(tighter)} − {label(base)}"
+            rows.append([dataset, str(num_inducing or ""), pair, str(len(matched)), *cells, settings[key]])
     if not rows:
         return None
     if len(rows) > 1:
-        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), ""])
-    header = ["data", "M", "pair", "pairs", *(f"Δ {metric.title}" for metric in metrics), "least gap"]
-    text = table(header, rows)
+        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), "", ""])
+    header = ["data", "M", "pair", "pairs", *(f"Δ {metric.title}" for metric in metrics), "least gap", "settings"]
+    text = table(*_without_empty(header, rows))
     if brief:
         return text
     text += f"\n\n{CAPTION}"
@@ -314,7 +347,7 @@ def prediction_table(results: Sequence[Result]) -> str:
             own = [result for result in group if result["method"] == method]
             cells = [mean(map(metric.read, own)) for metric in (RMSE, LOG_LIKELIHOOD, Metric("", _field("seconds"), 0))]
             shown = ["" if cell is None else cell.show(3) for cell in cells]
-            rows.append([dataset, size, label(method), str(len(own)), *shown])
+            rows.append([dataset, size, label(method), str(len(own)), *shown, _flags(own)])
         dropped = {_place(result): result for result in group if result["method"] == "drop"}
         for method in methods_of(group):
             matched = [(dropped[_place(r)], r) for r in group if r["method"] == method and _place(r) in dropped]
@@ -327,8 +360,8 @@ def prediction_table(results: Sequence[Result]) -> str:
                 f"- {dataset}, {label(method)}: log-likelihood {difference.show(4, signed=True)} against dropping the term; "
                 f"predictive means differ by at most {furthest:.1e}."
             )
-    header = ["data", "N/D", "variance", "runs", "RMSE", "test log-lik.", "seconds"]
-    return table(header, rows) + ("\n\n" + "\n".join(notes) if notes else "")
+    header = ["data", "N/D", "variance", "runs", "RMSE", "test log-lik.", "seconds", "flags"]
+    return table(*_without_empty(header, rows)) + ("\n\n" + "\n".join(notes) if notes else "")
 
 
 def _place(result: Result) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -91,8 +92,9 @@ class Session:
     def __init__(self, experiment: str, args: argparse.Namespace) -> None:
         folder = args.out / "smoke" if args.smoke else args.out
         if distributed.rank() == 0:
-            writable_folder(args.out)
             writable_folder(folder)
+            if (folder / "checkpoints").exists():
+                writable_folder(folder / "checkpoints")
         self.experiment, self.resume, self.device = experiment, args.resume, args.device
         self.path, self.checkpoints = folder / f"{experiment}.jsonl", folder / "checkpoints"
         if args.smoke and not args.resume and distributed.rank() == 0:
@@ -100,9 +102,13 @@ class Session:
         distributed.barrier()
         self.done = {identity(result): result for result in read_results(self.path)} if self.path.exists() else {}
 
+    def is_done(self, run: dict[str, Any]) -> bool:
+        """Whether the file holds a run."""
+        return identity({"experiment": self.experiment, **run}) in self.done
+
     def plan(self, runs: list[dict[str, Any]]) -> None:
         """Complain, before anything is run, if the file already holds some of these runs and ``--resume`` was not given."""
-        known = sum(identity({"experiment": self.experiment, **run}) in self.done for run in runs)
+        known = sum(map(self.is_done, runs))
         if known and not self.resume:
             raise UserError(
                 f"{self.path} already holds {known} of these {len(runs)} runs: add --resume to keep them, or choose "
@@ -111,12 +117,29 @@ class Session:
 
     def all_done(self, runs: list[dict[str, Any]]) -> bool:
         """Whether nothing is left of these runs."""
-        done = all(identity({"experiment": self.experiment, **run}) in self.done for run in runs)
-        if distributed.agreed(done, self.device):
+        if distributed.agreed(all(map(self.is_done, runs)), self.device):
             for run in runs:
                 self._say(f"{self._label(run)}: done before")
+                self.forget(self.checkpoint(run))
             return True
         return False
+
+    def checkpoint(self, run: dict[str, Any]) -> Path:
+        """File for the state of a run; other settings, other files."""
+        run = {"experiment": self.experiment, **run}
+        digest = hashlib.sha256(identity(run).encode()).hexdigest()[:10]
+        return self.checkpoints / f"{self._label(run).replace(' ', '_')}_{digest}.pt"
+
+    def shared(self, run: dict[str, Any]) -> Path:
+        """File for the state of what the methods of a comparison have in common; to be forgotten when all are done."""
+        return self.checkpoint({**run, "method": "shared"})
+
+    def forget(self, checkpoint: Path) -> None:
+        """Delete a checkpoint that nobody needs any more, and the folder with the last of them."""
+        if distributed.rank() == 0:
+            checkpoint.unlink(missing_ok=True)
+            if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+                self.checkpoints.rmdir()
 
     def run(self, run: dict[str, Any], execute: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
         """Execute a run that is not done, and write its line.
@@ -125,14 +148,18 @@ class Session:
         :param execute: Called with the path for a checkpoint, and whether to resume from it; returns the results.
         """
         run = {"experiment": self.experiment, **run}
-        key = identity(run)
+        key, checkpoint = identity(run), self.checkpoint(run)
         if distributed.agreed(key in self.done, self.device):
             self._say(f"{self._label(run)}: done before")
+            self.forget(checkpoint)
             return self.done.get(key, run)
-        checkpoint = self.checkpoints / f"{self._label(run).replace(' ', '_')}.pt"
         reset_peak_memory(self.device)
         started = time.perf_counter()
-        outcome = execute(checkpoint, self.resume)
+        try:
+            outcome = execute(checkpoint, self.resume)
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{self._label(run)} failed: {reason}") from error
         result = {
             **run,
             **outcome,
@@ -142,9 +169,7 @@ class Session:
         }
         if distributed.rank() == 0:
             append_result(self.path, result)
-            checkpoint.unlink(missing_ok=True)
-            if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
-                self.checkpoints.rmdir()
+        self.forget(checkpoint)
         distributed.barrier()
         self.done[key] = result
         self._say(f"{self._label(run)}: {_summary(result)}")
@@ -212,7 +237,7 @@ def command(arguments: list[str]) -> str:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit that is run, with ``+`` if files differ from it; None outside a repository."""
+    """The commit that is run, with ``+`` if code differs from it; None outside a repository."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -221,7 +246,9 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", "../tighter_gp", "*.py", "../constraints.txt"
+        )
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

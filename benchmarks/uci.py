@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tighter_gp
-from tighter_gp.training import Step, distributed
+from tighter_gp.training import Step
 
 from . import models
 from .data import Split, check_regression, check_sizes, load_regression
@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> None:
         start = models.make_start(data.train_x, num_inducing, seed)
         for one in runs:
             session.run(one, partial(train, one, data, start, args.traces))
-    distributed.stop()
 
 
 def describe(

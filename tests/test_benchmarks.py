@@ -10,7 +10,9 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import types
+import zlib
 from pathlib import Path
 
 import gpytorch
@@ -128,6 +130,32 @@ def test_a_damaged_file_is_named_with_its_checksum(tmp_path, damage):
     path.write_bytes(content if damage == "corrupt" else content[:1000])
     with pytest.raises(UserError, match=rf"{path}.*expected sha256:e2ca3346651d.*got sha256:"):
         data.load_regression("wine", data_dir=tmp_path)
+
+
+def garbled(path: Path) -> None:
+    """A gzipped file with a hole in the middle, which zlib itself stumbles over."""
+    content = bytearray(gzip.compress(str(np.random.RandomState(0).rand(1000).tolist()).encode()))
+    content[1000:3000] = bytes(2000)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(zlib.error):
+        gzip.decompress(path.read_bytes())
+
+
+def test_a_garbled_file_gives_a_clear_message(tmp_path):
+    garbled(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte.gz is damaged .*expected content:ba891046"):
+        data.load_mnist(tmp_path)
+    with pytest.raises(UserError, match="is not a gzipped IDX file"):
+        data._read_idx(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+    target = own_set(tmp_path)
+    garbled(target / "data.csv.gz")
+    with pytest.raises(UserError, match=r"cannot read .*mine/data.csv.gz"):
+        data.load_regression("mine", data_dir=tmp_path)
+    data._uci.cache_clear()
+    (target / "data.csv.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(UserError, match=r"mine/data.csv.gz is empty"):
+        data.load_regression("mine", data_dir=tmp_path)
 
 
 @needs_data
@@ -437,6 +465,70 @@ def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_on
     assert not (tmp_path / "parts" / "checkpoints").exists()
 
 
+def test_a_run_with_other_settings_takes_nothing_from_a_checkpoint(cli, tmp_path, monkeypatch):
+    own_set(tmp_path)
+    fit = tighter_gp.training.fit
+
+    class Crash(Exception):
+        pass
+
+    def crash(*args, **kwargs):
+        history = fit(*args, **kwargs)
+        if "checkpoint" in kwargs:
+            raise Crash
+        return history
+
+    common = (*SMALL[:-4], "--splits", "0", "--methods", "t-svgp", "--data-dir", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(tighter_gp.training, "fit", crash)
+        with pytest.raises(Crash):
+            cli(*common, "--epochs", "6", "--out", tmp_path / "crashed")
+    assert len(list((tmp_path / "crashed" / "checkpoints").iterdir())) == 1
+    changed = (*common, "--epochs", "3", "--lr", "0.01")
+    assert cli(*changed, "--out", tmp_path / "crashed", "--resume") == 0
+    assert cli(*changed, "--out", tmp_path / "clean") == 0
+    (found,), (expected,) = (lines(tmp_path / name / "uci.jsonl") for name in ("crashed", "clean"))
+    assert found["bound"] == expected["bound"]
+
+
+def test_the_checkpoint_of_a_finished_run_is_forgotten(cli, tmp_path):
+    own_set(tmp_path)
+    common = (*SMALL, "--splits", "0", "--methods", "svgp", "--data-dir", tmp_path, "--out", tmp_path / "out")
+    assert cli(*common) == 0
+    (one,) = lines(tmp_path / "out" / "uci.jsonl")
+    session = runs.Session("uci", argparse.Namespace(out=tmp_path / "out", smoke=False, resume=True, device="cpu"))
+    left = session.checkpoint(one)
+    left.parent.mkdir()
+    left.write_bytes(b"killed before it could be deleted")
+    assert cli(*common, "--resume") == 0
+    assert not left.parent.exists()
+
+
+def test_a_prediction_killed_between_two_methods_is_not_trained_again(cli, tmp_path, monkeypatch):
+    predict = tighter_gp.predict
+
+    class Crash(Exception):
+        pass
+
+    def crash(model, x, last_term="drop", **kwargs):
+        if last_term == "exact":
+            raise Crash
+        return predict(model, x, last_term, **kwargs)
+
+    common = ("prediction", "--smoke", "--methods", "drop", "exact", "--out", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(tighter_gp, "predict", crash)
+        with pytest.raises(Crash):
+            cli(*common)
+    (trained,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert cli(*common, "--resume") == 0
+    after = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert [one["method"] for one in after] == ["drop", "exact"]
+    for name in ("bound", "train_seconds", "steps"):  # the seconds are those of the first training
+        assert after[1][name] == trained[name]
+    assert not (tmp_path / "smoke" / "checkpoints").exists()
+
+
 def test_finished_runs_are_kept_with_resume_and_protected_without(cli, tmp_path, capsys):
     own_set(tmp_path)
     common = (*SMALL, "--methods", "svgp", "--data-dir", tmp_path, "--out", tmp_path / "out")
@@ -474,6 +566,12 @@ def test_a_run_that_learnt_the_mean_is_flagged(cli, tmp_path):
         (("uci", "--datasets", "mine", "mine"), "--datasets names something twice"),
         (("uci", "--datasets", "mine", "--epochs", "-1"), "--epochs must be positive"),
         (("uci", "--datasets", "mine", "--device", "toaster"), "--device toaster"),
+        (("uci", "--datasets", "mine", "--device", "meta"), "--device meta"),
+        (("uci", "--datasets", "mine", "--lr", "inf"), "--lr must be positive and finite; got inf"),
+        (("uci", "--datasets", "mine", "--lr", "nan"), "--lr must be positive and finite; got nan"),
+        (("uci", "--datasets", "mine", "--seed", "-1"), "--seed must lie between 0 and 2**31 - 1; got -1"),
+        (("mnist", "--splits", "1"), "--splits is not for this experiment: there is one split, 0"),
+        (("prediction", "--lr", "0.1"), "--lr is not for this experiment: it has no meaning here"),
         (("uci", "--datasets", "wine"), "uci/wine/data.csv.gz is not in"),
         (("mnist",), "mnist/train-images-idx3-ubyte.gz is not in"),
         (("mnist", "--datasets", "letters"), "unknown dataset 'letters'; choose from mnist, digits"),
@@ -516,6 +614,48 @@ def test_a_folder_that_cannot_be_written_is_refused(cli, tmp_path, capsys):
     assert cli("uci", "--smoke", "--out", tmp_path / "file") == 2
     assert cli("uci", "--smoke", "--out", tmp_path / "file" / "below") == 2
     assert capsys.readouterr().err.count("cannot make this folder") == 2
+
+
+@pytest.mark.parametrize("arguments", [("--epochs", "many"), ("--dtype", "float16"), ("--nonsense",)])
+def test_flags_that_cannot_be_parsed_give_one_line(cli, capsys, arguments):
+    with pytest.raises(SystemExit) as info:
+        cli("uci", *arguments)
+    assert info.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert len(text.splitlines()) == 1
+
+
+def test_the_one_split_may_be_named(cli, tmp_path):
+    assert cli("snelson", "--smoke", "--splits", "0", "--methods", "sgpr", "--out", tmp_path) == 0
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_place_that_takes_no_files_is_refused_before_anything_is_run(cli, tmp_path, capsys, monkeypatch, below):
+    own_set(tmp_path)
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    make = tempfile.TemporaryFile
+
+    def refuse(*args, dir=None, **kwargs):
+        if Path(dir) == tmp_path / "out" / below:
+            raise PermissionError(13, "Permission denied")
+        return make(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert cli(*SMALL, "--data-dir", tmp_path, "--out", tmp_path / "out") == 2
+    assert "cannot write there (Permission denied)" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_named_in_one_line(cli, tmp_path, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("10 steps in a row failed\nand more")
+
+    own_set(tmp_path)
+    monkeypatch.setattr(models, "warm_up", lambda: None)
+    monkeypatch.setattr(tighter_gp.training, "fit", fail)
+    assert cli(*SMALL, "--data-dir", tmp_path, "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err == "error: uci mine split0 seed0 M5 svgp failed: 10 steps in a row failed\n"
+    assert not (tmp_path / "out" / "uci.jsonl").exists()
 
 
 def test_a_data_folder_that_is_none_is_refused(cli, tmp_path, capsys):
@@ -578,9 +718,11 @@ def test_runs_with_other_settings_are_not_paired():
     ("difference", "outcome"), [(0.002, "win"), (0.0019, "tie"), (-0.0019, "tie"), (-0.002, "loss")]
 )
 def test_a_tie_is_a_difference_below_two_thousandths(difference, outcome):
-    assert report.tally([difference], 1) == {outcome: 1}
+    assert report.tally([difference], report.BOUND) == {outcome: 1}
     flipped = {"win": "loss", "loss": "win", "tie": "tie"}[outcome]
-    assert report.tally([difference], -1) == {flipped: 1}
+    assert report.tally([difference], report.RMSE) == {flipped: 1}
+    # In per cent: a fifth of one.
+    assert report.tally([100 * difference], report.ERROR) == {flipped: 1}
 
 
 @pytest.mark.parametrize(
@@ -632,6 +774,42 @@ def test_a_later_result_of_the_same_run_replaces_the_earlier(tmp_path):
     assert [one["bound"] for one in report.load([tmp_path])] == [-0.9]
 
 
+def test_results_with_other_settings_have_rows_and_panels_of_their_own():
+    from benchmarks import figures
+
+    both = [*results(), *({**one, "config": {"epochs": 3}, "bound": one["bound"] + 5} for one in results())]
+    text = report.means_table(both)
+    assert "| epochs 2 |" in text
+    assert "| epochs 3 |" in text
+    assert "settings" not in report.means_table(results())
+    assert report.pairs_table(both).count("+0.2000 ± 0.0577 (3/0/0)") == 2
+    titles = [panel.get_title() for panel in figures._scores(both, report.BOUND).axes]
+    assert titles == ["kin40k\nepochs 2", "kin40k\nepochs 3"]
+    assert len(figures._traces(both).axes) == 6
+    assert [panel.get_title() for panel in figures._scores(results(), report.BOUND).axes] == ["kin40k"]
+
+
+def test_flags_are_shown_with_their_number():
+    flagged = [
+        {
+            **result("drop", split, 0.0, 1.0, 1.0, seconds=1.0, mean_difference=0.0, num_train=9, num_inputs=2),
+            "flags": ["learnt the mean"] if split else [],
+        }
+        for split in range(3)
+    ]
+    for text in (report.prediction_table(flagged), report.means_table(flagged)):
+        assert "learnt the mean (2 of 3)" in text
+
+
+def test_a_folder_of_folders_is_reported_without_smoke_runs_and_other_files(tmp_path):
+    for name, experiment in (("a", "uci"), ("b/smoke", "uci"), ("demo", "demo"), ("speed", "speed peers")):
+        (tmp_path / name).mkdir(parents=True)
+        runs.append_result(
+            tmp_path / name / "x.jsonl", {**result("svgp", len(name), -1.0, 0.5, 0.3), "experiment": experiment}
+        )
+    assert [(one["experiment"], one["split"]) for one in report.load([tmp_path])] == [("uci", 1)]
+
+
 def test_files_without_results_are_refused(tmp_path):
     with pytest.raises(UserError, match="there are no results in"):
         report.load([tmp_path])
@@ -649,8 +827,11 @@ def test_every_experiment_documents_its_flags():
         for flag in (
             "--methods",
             "--datasets",
+            "--splits",
             "--num-inducing",
             "--epochs",
+            "--batch-size",
+            "--lr",
             "--device",
             "--dtype",
             "--seed",
