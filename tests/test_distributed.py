@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from linear_operator.utils.errors import NotPSDError
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 import tighter_gp
 from tests.factories import make_gp, make_kernel, make_noise
 from tighter_gp.training import distributed, fit
-from tighter_gp.training.batches import ArrayBatches
+from tighter_gp.training.batches import ArrayBatches, LoaderBatches
 
 ROOT = Path(__file__).resolve().parents[1]
 N, M, D = 23, 5, 2
@@ -112,6 +112,27 @@ def resumed(path: Path) -> torch.Tensor:
     return torch.tensor(fit(model, likelihood, *data(), checkpoint=path, resume=True, **OPTIONS).loss)
 
 
+def visited(rank: int) -> torch.Tensor:
+    """Numbers of training points of loaders that divide all of them, or a part of them, among the processes."""
+    dataset = TensorDataset(*data())
+    samplers = (
+        DistributedSampler(dataset),
+        DistributedSampler(dataset, drop_last=True),
+        SubsetRandomSampler(PARTS[rank][0]),
+    )
+    loaders = [DataLoader(dataset, batch_size=4, sampler=sampler) for sampler in samplers]
+    return torch.tensor([LoaderBatches(loader, 0, torch.zeros(())).num_data for loader in loaders])
+
+
+def refused(folder: str) -> str:
+    """What a process says to a checkpoint that the first one cannot write."""
+    try:
+        fit(*problem(), *data(), steps=1, checkpoint=folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -141,6 +162,7 @@ def worker(rank: int, folder: str) -> None:
     model, likelihood = problem()
     history = fit(model, likelihood, DataLoader(TensorDataset(x, y), batch_sampler=PARTS[rank]), steps=6, lr=0.05)
     results["loader"] = {"loss": torch.tensor(history.loss)}
+    results["visited"], results["refused"] = visited(rank), refused(folder)
 
     model, likelihood = problem()
     loss = Loss(tighter_gp.TighterELBO(likelihood, model, N))
@@ -220,6 +242,18 @@ def test_uneven_batches_of_two_data_loaders_are_weighted(two):
     model, likelihood = problem()
     history = fit(model, likelihood, DataLoader(TensorDataset(x, y), batch_sampler=joined), steps=6, lr=0.05)
     torch.testing.assert_close(first["loader"]["loss"], torch.tensor(history.loss), rtol=1e-10, atol=1e-10)
+
+
+def test_the_training_points_of_two_data_loaders_are_those_that_both_visit(two):
+    """With a sampler that pads 23 points to 24, one that drops one each epoch, and parts of 5 and 2."""
+    for process in two[0]:
+        assert process["visited"].tolist() == [N, N, 7]
+
+
+def test_a_path_that_takes_no_checkpoint_is_refused_in_every_process(two):
+    results, folder = two
+    for process in results:
+        assert process["refused"].startswith(f"No checkpoint can be written to {folder} (it is a directory)")
 
 
 def test_pytorchs_own_wrapper_averages_to_the_joined_gradient(two):

@@ -7,14 +7,19 @@ uninterrupted one sees, on any device and with any number of processes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
+from .._checks import check_range
 from . import distributed
+
+# Samplers whose length is not the number of points they visit, and where they have these points.
+_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source", WeightedRandomSampler: "weights"}
 
 
 class Batch(NamedTuple):
@@ -40,11 +45,13 @@ class BatchSource(ABC):
     :ivar int num_data: Number of training points.
     :ivar int steps_per_epoch: Steps in which each of them is seen once.
     :ivar int batch_size: Points a step, over all processes; the last batch of an epoch may be smaller.
+    :ivar generators: What is seeded on the way, besides the global random state.
     """
 
     num_data: int
     steps_per_epoch: int
     batch_size: int
+    generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
     def iterate(self, start: int) -> Iterator[Batch]:
@@ -153,11 +160,12 @@ class LoaderBatches(BatchSource):
     :param loader: The loader; its dataset must know its length.
     :param seed: Seed of the order, for a loader that shuffles.
     :param like: Tensor whose dtype and device the batches take.
+    :param noise: Noise variances of all training points, ``... x N``, if the likelihood has them.
     """
 
-    def __init__(self, loader: Any, seed: int, like: Tensor) -> None:
+    def __init__(self, loader: Any, seed: int, like: Tensor, noise: Tensor | None = None) -> None:
         try:
-            self.num_data, self.steps_per_epoch = len(loader.dataset), len(loader)
+            self.num_data, self.steps_per_epoch = _num_visited(loader, like.device), len(loader)
         except TypeError:
             raise TypeError(
                 "fit needs to know the number of training points: give the DataLoader a dataset with a length, or pass "
@@ -168,25 +176,32 @@ class LoaderBatches(BatchSource):
                 "The DataLoader yields no batch; its batch_size is larger than its dataset with drop_last."
             )
         self.batch_size = getattr(loader, "batch_size", None) or 0
-        self.loader, self.seed, self.like = loader, seed, like
+        self.loader, self.seed, self.like, self.noise = loader, seed, like, noise
+        owners = (loader, getattr(loader, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        self.generators = [generator for generator in found if generator is not None]
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """The batches from step ``start`` on, without end; those before it in its epoch are read and dropped."""
         epoch, skip = divmod(start, self.steps_per_epoch)
         while True:
+            batch = None
             for batch in self._epoch(epoch):
                 if skip:
                     skip -= 1
                     continue
                 yield self._batch(batch)
+            if batch is None:
+                raise ValueError(
+                    f"The DataLoader yielded no batch in epoch {epoch} and promised {self.steps_per_epoch}; its dataset must "
+                    "start anew each time it is iterated over."
+                )
             epoch += 1
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
         seed = seed_of(self.seed, epoch)
-        for owner in (self.loader, getattr(self.loader, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if generator is not None:
-                generator.manual_seed(seed)
+        for generator in self.generators:
+            generator.manual_seed(seed)
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
         # A sampler without a generator asks the global one for a seed, and only then.
@@ -202,4 +217,27 @@ class LoaderBatches(BatchSource):
         ]
         size = moved[0].shape[0]
         weight = size / distributed.total(size, self.like.device)
-        return Batch(moved[0], moved[1], moved[2] if len(moved) == 3 else None, {}, weight)
+        rows = moved[2] if len(moved) == 3 else None
+        return Batch(moved[0], moved[1], rows, self._kwargs(rows), weight)
+
+    def _kwargs(self, rows: Tensor | None) -> dict[str, Any]:
+        if self.noise is None:
+            return {}
+        if rows is None:
+            raise ValueError(
+                "The likelihood has a noise variance for each training point and must know which they are: let the "
+                "DataLoader yield (x, y, index)."
+            )
+        check_range(rows, self.noise.size(-1), f"{self.noise.size(-1)} noise variances")
+        return {"noise": self.noise[..., rows]}
+
+
+def _num_visited(loader: Any, device: torch.device) -> int:
+    """Number of points that the epochs visit, over all processes: all of the dataset, or what a sampler has of it."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for kind, points in _POPULATIONS.items():
+        if isinstance(sampler, kind):
+            return len(getattr(sampler, points))
+    if sampler is None or not hasattr(sampler, "__len__"):
+        return len(loader.dataset)
+    return min(len(loader.dataset), int(distributed.total(len(sampler), device)))

@@ -25,12 +25,40 @@ def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(temporary, "wb") as file:
-        torch.save({"format": FORMAT, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync_directory(path.parent)
+
+
+def check_path(path: str | os.PathLike[str], device: torch.device) -> None:
+    """Raise, in every process, unless the first one can write a checkpoint here.
+
+    :param device: Where processes exchange messages.
+    """
+    reason = distributed.share_bytes(_obstacle(Path(path)) if distributed.rank() == 0 else None, device)
+    if reason is not None:
+        raise ValueError(f"No checkpoint can be written to {path} ({reason.decode()}); use another path.")
+
+
+def _obstacle(path: Path) -> bytes | None:
+    """What stands in the way of a file, if anything."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        if path.is_dir():
+            return b"it is a directory"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        return str(error).encode()
+    return None
 
 
 def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] | None:
@@ -47,9 +75,9 @@ def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] |
     try:
         state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a broken file
+        reason = str(error).partition("\n")[0] or "no data"
         raise ValueError(
-            f"{path} is not a readable checkpoint ({type(error).__name__}: {str(error).splitlines()[0]}). Delete it to "
-            "start anew."
+            f"{path} is not a readable checkpoint ({type(error).__name__}: {reason}). Delete it to start anew."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__

@@ -9,10 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,12 +30,15 @@ from ..strategies._tighter_strategy import describe_hyperparameters
 from . import checkpoint as checkpoints
 from . import distributed
 from .batches import ArrayBatches, Batch, BatchSource, LoaderBatches, seed_of
-from .optimizers import FullBatchLBFGS, Optimizers, make_schedule, natural_parameters
-from .validation import mean_nlpd
+from .optimizers import FullBatchLBFGS, Optimizers, make_schedule, natural_parameters, refuse_natural
+from .validation import HeldOut, check_finite, held_out, mean_nlpd, try_out
 
 log = logging.getLogger("tighter_gp")
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+# What a checkpoint holds.
+_PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "history", "failures", "best", "callbacks")
 
 # Torch has one random state for all threads: those that train take turns, step by step.
 _RANDOM_STATE = threading.RLock()
@@ -46,7 +49,7 @@ class History:
     """What happened in a run of :func:`~tighter_gp.fit`.
 
     :param loss: Minus the objective at each step, an estimate of minus the bound per datum; NaN for a skipped step.
-    :param validation: Step and mean negative log predictive density of each validation.
+    :param validation: Step and mean negative log predictive density of each validation; NaN for one that failed.
     :param skipped: Step and reason of each step that was not taken.
     :param seconds: Time spent in steps; validation, callbacks and checkpoints are not counted.
     :param best_step: Step whose parameters were kept by early stopping.
@@ -115,7 +118,7 @@ def fit(
     schedule: str | Callable[[float], float] | None = "cosine",
     optimizer: str | None = None,
     natural_gradients: bool | float = False,
-    validation: tuple[Tensor, Tensor] | None = None,
+    validation: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Any]] | None = None,
     validate_every: int | None = None,
     patience: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -137,7 +140,8 @@ def fit(
     A step whose Cholesky factorisation fails, or whose loss or gradient is not finite, is not taken: parameters and
     optimizer stay as they were, and the history and the log (``logging.getLogger("tighter_gp")``) say so. If the next
     step fails too, it was the last update that led astray: it is undone, and Adam starts anew from where it was with a
-    quarter of the step, which grows back as steps succeed. After ``max_failures`` failures in a row the error is raised.
+    quarter of the step, which grows back as steps succeed. After ``max_failures`` failures in a row, or if no step of the
+    run succeeded, the error is raised. An iteration of L-BFGS that is interrupted leaves the parameters it started from.
 
     Within a process group (``torchrun``) each process takes its part of every batch and gradients are summed with the
     parts' weights: the run is that of one process, to rounding. Give every process the same arguments.
@@ -147,9 +151,11 @@ def fit(
     :param likelihood: Its likelihood.
     :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models): a tensor on the model's device, or a
         numpy array, perhaps memory-mapped, of which only a batch is in memory at a time. Or a
-        :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``. None for a latent-variable
-        model, whose objective is called with the rows' positions in place of q(f).
-    :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader.
+        :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``; the training points are those
+        that its sampler visits, and :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood` needs the index. None
+        for a latent-variable model, whose objective is called with the rows' positions in place of q(f).
+    :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader. NaN and infinity are refused,
+        in ``x`` too, but for NaN that means a missing observation.
     :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised:
         :class:`~tighter_gp.TighterELBO`, :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
         :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`.
@@ -160,10 +166,13 @@ def fit(
     :param schedule: How it falls: ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero,
         ``"constant"``, or a function of the fraction of the run done that returns a factor.
     :param optimizer: ``"adam"`` or ``"lbfgs"``, which takes all data at once; default by model. Parameters with sparse
-        gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`.
+        gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`. L-BFGS takes no
+        q(u) in natural form.
     :param natural_gradients: Natural gradients for q(u), which must be in natural form: True (step size 0.1) or the step
         size. Adam trains the rest.
-    :param validation: Held-out inputs and targets, whose mean negative log predictive density goes to the history.
+    :param validation: Held-out inputs and targets, whose mean negative log predictive density goes to the history, and
+        if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
     :param validate_every: Steps between validations; default an epoch.
     :param patience: Stop after this many validations in a row without a better one, and in any case end with the
         parameters of the best. None: never stop, end with the last.
@@ -203,6 +212,8 @@ def fit(
         raise ValueError("compile=True is for Adam's steps on an approximate GP.")
     if patience is not None and validation is None:
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
+    if optimizer == "lbfgs":
+        refuse_natural(model, natural_gradients)
 
     if collapsed or optimizer == "lbfgs":
         batch_size = None
@@ -222,7 +233,7 @@ def fit(
         total=steps,
         seed=seed,
         max_failures=max_failures,
-        validation=validation,
+        validation=None if validation is None else held_out(likelihood, validation),
         validate_every=validate_every or source.steps_per_epoch,
         patience=patience,
         checkpoint=checkpoint,
@@ -245,6 +256,11 @@ def _source(
     )
     if like is None:
         raise ValueError("The model has no parameters to train.")
+    if like.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float()."
+        )
+    fixed = likelihood.noise_covar.noise if isinstance(likelihood, FixedNoiseGaussianLikelihood) else None
     if x is not None and not isinstance(x, (Tensor, np.ndarray)):
         if not hasattr(x, "dataset"):
             raise TypeError(f"x must be a tensor, a numpy array or a DataLoader; got {type(x).__name__}.")
@@ -253,7 +269,7 @@ def _source(
                 "A DataLoader brings its own targets and batches: leave y out, pass no per-point arguments, and use "
                 "arrays for full-batch training."
             )
-        return LoaderBatches(x, seed, like)
+        return LoaderBatches(x, seed, like, fixed)
     if not isinstance(y, (Tensor, np.ndarray)):
         raise TypeError(f"y must be a tensor or a numpy array; got {type(y).__name__}.")
     for name, values in {"x": x, "y": y}.items():
@@ -261,8 +277,13 @@ def _source(
             raise ValueError(f"{name} is on {values.device} and the model on {like.device}; move one to the other.")
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != like.dtype:
         raise ValueError(f"x is {x.dtype} and the model {like.dtype}; convert one, such as x.to({like.dtype}).")
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
-        kwargs = {**kwargs, "noise": likelihood.noise_covar.noise}
+    if fixed is not None:
+        kwargs = {"noise": fixed, **kwargs}
+    # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.
+    if isinstance(x, Tensor):
+        check_finite("x", x)
+    if x is not None and isinstance(y, Tensor):
+        check_finite("y", y, likelihood)
     return ArrayBatches(x, y, kwargs, batch_size, seed, like)
 
 
@@ -279,7 +300,7 @@ class _Trainer:
         total: int,
         seed: int,
         max_failures: int,
-        validation: tuple[Tensor, Tensor] | None,
+        validation: HeldOut | None,
         validate_every: int,
         patience: int | None,
         checkpoint: str | os.PathLike[str] | None,
@@ -291,12 +312,18 @@ class _Trainer:
         self.validation, self.validate_every, self.patience = validation, validate_every, patience
         self.checkpoint, self.checkpoint_every, self.callbacks = checkpoint, checkpoint_every, callbacks
         self.history, self.failures = History(), 0
+        self.error: Exception | None = None
         self.best: dict[str, Any] | None = None
         self.parameters = {
             name: parameter
             for name, parameter in _named_parameters(model=model, likelihood=likelihood, objective=mll)
             if parameter.requires_grad
         }
+        if not self.parameters:
+            raise ValueError(
+                "No parameter of the model, the likelihood or the objective requires a gradient; call requires_grad_() on those "
+                "to train."
+            )
         self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
         self.device = next(iter(self.parameters.values())).device
 
@@ -332,20 +359,23 @@ class _Trainer:
 
         :param undo: Undoes the last update, if there is one, and says whether it did.
         """
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.failures += 1
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        self.failures, self.error = self.failures + 1, error
         if self.failures == 2 and undo is not None and undo():
             reason += " The last update was undone."
         step = self.history.steps
         self.history.skipped.append((step, reason))
         log.warning("step %d was skipped: %s", step, reason)
         if self.failures >= self.max_failures:
-            unsaid = [self.likelihood] if "Hyperparameters: " in str(error) else [self.model, self.likelihood]
-            raise RuntimeError(
-                f"{self.failures} steps in a row failed, the last, step {step}, with: {error} Hyperparameters: "
-                f"{describe_hyperparameters(*unsaid)}. The parameters are the last for which a step "
-                "succeeded. A smaller lr, scaled data or float64 may help."
-            ) from error
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        unsaid = [self.likelihood] if "Hyperparameters: " in str(self.error) else [self.model, self.likelihood]
+        raise RuntimeError(
+            f"{self.failures} steps in a row failed, the last, step {self.history.skipped[-1][0]}, with: {self.error} "
+            f"Hyperparameters: {describe_hyperparameters(*unsaid)}. The parameters are the last for which a step "
+            "succeeded. A smaller lr, scaled data or float64 may help."
+        ) from self.error
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -356,18 +386,32 @@ class _Trainer:
         with _RANDOM_STATE, torch.random.fork_rng(devices=devices):
             yield
 
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        """The same for generators of the batches, over the whole run."""
+        states = [(generator, generator.get_state()) for generator in self.source.generators]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
     def run(self, step: _AdamStep | _LBFGSStep, resume: bool, bar: Any) -> None:
         with (
             temporary_mode(self.model, True),
             temporary_mode(self.likelihood, True),
+            self._own_generators(),
             bar,
         ):
+            if self.checkpoint is not None:
+                checkpoints.check_path(self.checkpoint, self.device)
             finished = self._restore(step) if resume else False
             if self.history.steps == 0:
                 self._initialise()
             distributed.share_state([self.model, self.likelihood])
             bar.update(self.history.steps)
             if not finished:
+                self._try_validation()
                 self._loop(step, bar)
             if self.best is not None:
                 self.model.load_state_dict(self.best["model"])
@@ -385,6 +429,8 @@ class _Trainer:
                     step.settle(batch)
             if stop or self.history.steps % self.checkpoint_every == 0:
                 self._save(step, finished=stop)
+        if self.error is not None and self.failures == self.history.steps:
+            self._give_up()
         if stop:
             self.history.stopped = self.history.stopped or step.converged
 
@@ -417,18 +463,30 @@ class _Trainer:
         return stop
 
     def _validate(self) -> bool:
-        assert self.validation is not None
-        history = self.history
-        score = mean_nlpd(self.model, self.likelihood, *self.validation)
+        history, score = self.history, self._score()
         history.validation.append((history.steps, score))
         if self.patience is None:
             return False
-        if self.best is None or score < self.best["score"]:
+        if math.isfinite(score) and (self.best is None or score < self.best["score"]):
             self.best = {"score": score, "step": history.steps, **self._copy()}
             history.best_step = history.steps
-            return False
-        best_at = next(i for i, (step, _) in enumerate(history.validation) if step == self.best["step"])
-        return len(history.validation) - 1 - best_at >= self.patience
+        best_step = 0 if self.best is None else self.best["step"]
+        return sum(step > best_step for step, _ in history.validation) >= self.patience
+
+    def _score(self) -> float:
+        assert self.validation is not None
+        x, y, kwargs = self.validation
+        try:
+            return mean_nlpd(self.model, self.likelihood, x, y, **kwargs)
+        except NUMERICAL_ERRORS as error:
+            log.warning("the validation after %d steps failed: %s", self.history.steps, error)
+            return math.nan
+
+    def _try_validation(self) -> None:
+        if self.validation is not None:
+            with self._own_random_state():
+                self.seed_step(-1)
+                try_out(self.model, self.likelihood, self.validation)
 
     def _copy(self) -> dict[str, Any]:
         return {
@@ -448,8 +506,9 @@ class _Trainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, step: _AdamStep | _LBFGSStep) -> dict[str, Any]:
         return {
+            "optimizer": step.kind,
             "seed": self.seed,
             "num_data": self.source.num_data,
             "batch_size": self.source.batch_size,
@@ -462,7 +521,7 @@ class _Trainer:
         checkpoints.save(
             self.checkpoint,
             {
-                "config": self._config(),
+                "config": self._config(step),
                 "finished": finished,
                 "total": self.total,
                 "model": self.model.state_dict(),
@@ -481,13 +540,20 @@ class _Trainer:
         state = checkpoints.load(self.checkpoint, self.device)
         if state is None:
             return False
-        config = self._config()
+        missing = [name for name in _PARTS if name not in state]
+        if missing:
+            raise ValueError(
+                f"{self.checkpoint} is not a checkpoint of fit: it has no {', '.join(missing)}. Delete it or use another path."
+            )
+        config = self._config(step)
+        # The first checkpoints did not say which optimizer.
+        then = {"optimizer": step.kind, **state["config"]}
         different = [
-            f"{name} was {state['config'].get(name)} and is {config[name]}"
-            for name in ("seed", "num_data", "batch_size")
-            if state["config"].get(name) != config[name]
+            f"{name} was {then.get(name)} and is {config[name]}"
+            for name in ("optimizer", "seed", "num_data", "batch_size")
+            if then.get(name) != config[name]
         ]
-        if state["config"].get("parameters") != config["parameters"]:
+        if then.get("parameters") != config["parameters"]:
             different.append("the model's parameters have other names or shapes")
         if different:
             raise ValueError(
@@ -511,6 +577,7 @@ class _Trainer:
 class _AdamStep:
     """A step of Adam, SparseAdam and natural gradients."""
 
+    kind = "adam"
     converged = ""
 
     def __init__(
@@ -528,8 +595,10 @@ class _AdamStep:
             trainer.parameters, sparse, natural, lr, natural_gradients, trainer.source.num_data
         )
         self.optimizers: Optimizers | None = None
-        # What the last update started from, and the factor on the step that failures lower and successes raise.
+        # What the last update started from, of tables with sparse gradients the rows it touched, and the factor on the
+        # step that failures lower and successes raise.
         self.before: dict[str, Tensor] = {}
+        self.rows: dict[str, tuple[Tensor, Tensor]] = {}
         self.damping = 1.0
 
     def __call__(self, batch: Batch) -> float:
@@ -539,8 +608,11 @@ class _AdamStep:
             parameter.grad = None
         loss, error = self._backward(batch)
         joined, num_failed = distributed.sum_gradients(parameters, loss)
-        value, finite = (math.nan, False) if joined is None else _read(joined, parameters)
-        if not finite:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # once, for all that ask for its rows
+        value, largest = (math.nan, {}) if joined is None else _read(joined, trainer.parameters)
+        if not all(map(math.isfinite, (value, *largest.values()))):
             for parameter in parameters:
                 parameter.grad = None
             if num_failed:
@@ -554,6 +626,7 @@ class _AdamStep:
                 {name for name, p in trainer.parameters.items() if p.grad is not None and p.grad.is_sparse}
             )
         self._keep()
+        self.optimizers.scale_down(largest)
         self.optimizers.step(self.schedule(trainer.history.steps / trainer.total), self.damping)
         self.damping = min(1.0, 1.1 * self.damping)
         return value
@@ -566,28 +639,36 @@ class _AdamStep:
         try:
             usable = bool(torch.isfinite(trainer.loss(batch)).all())
         except NUMERICAL_ERRORS as error:
-            usable, reason = False, str(error).splitlines()[0]
+            usable, reason = False, str(error).partition("\n")[0] or type(error).__name__
         if distributed.total(float(not usable), trainer.device) and self._undo():
             reason += " The last update was undone."
             trainer.history.skipped.append((trainer.history.steps - 1, reason))
             log.warning("after the last step: %s", reason)
 
     def _keep(self) -> None:
-        """Remember the parameters, but not tables with sparse gradients, of which a step must not touch every row."""
+        """Remember the parameters; of tables with sparse gradients the rows that the step will touch."""
         assert self.optimizers is not None
+        self.rows = {}
+        for name in self.optimizers.sparse:
+            table = self.trainer.parameters[name]
+            if table.grad is not None:
+                rows = table.grad.indices()
+                self.rows[name] = rows, table.data[tuple(rows)]
         kept = {name: p.data for name, p in self.trainer.parameters.items() if name not in self.optimizers.sparse}
         if self.before.keys() != kept.keys():
             self.before = {name: torch.empty_like(value) for name, value in kept.items()}
         torch._foreach_copy_(list(self.before.values()), list(kept.values()))
 
     def _undo(self) -> bool:
-        if not self.before:
+        if not self.before and not self.rows:
             return False
         with torch.no_grad():
             for name, value in self.before.items():
                 self.trainer.parameters[name].copy_(value)
+            for name, (rows, value) in self.rows.items():
+                self.trainer.parameters[name][tuple(rows)] = value
         # Moments that hold the gradients that led astray would lead there again.
-        self.optimizers, self.before, self.damping = None, {}, 0.25 * self.damping
+        self.optimizers, self.before, self.rows, self.damping = None, {}, {}, 0.25 * self.damping
         return True
 
     def _backward(self, batch: Batch) -> tuple[Tensor | None, Exception | None]:
@@ -611,12 +692,13 @@ class _AdamStep:
 
     def state_dict(self) -> dict[str, Any]:
         optimizers = None if self.optimizers is None else self.optimizers.state_dict()
-        return {"optimizers": optimizers, "before": self.before, "damping": self.damping}
+        return {"optimizers": optimizers, "before": self.before, "rows": self.rows, "damping": self.damping}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
         self.before, self.damping = dict(state["before"]), state["damping"]
+        self.rows = dict(state.get("rows", {}))  # which the first checkpoints did not have
         if state["optimizers"] is not None:
             self.optimizers = self._make(set(state["optimizers"]["sparse"]))
             self.optimizers.load_state_dict(state["optimizers"])
@@ -624,6 +706,8 @@ class _AdamStep:
 
 class _LBFGSStep:
     """An iteration of L-BFGS on all data."""
+
+    kind = "lbfgs"
 
     def __init__(self, trainer: _Trainer) -> None:
         self.trainer, self.converged, self.quiet = trainer, "", 0
@@ -689,15 +773,15 @@ def _named_parameters(**modules: Any) -> Iterator[tuple[str, Tensor]]:
                     yield f"{prefix}.{name}", parameter
 
 
-def _read(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[float, bool]:
-    """The loss, and whether it and every gradient are finite: one read from the device."""
-    largest = [
-        torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad, math.inf).double()
-        for grad in (parameter.grad for parameter in parameters)
+def _read(loss: Tensor, parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
+    """The loss, and the largest entry of every gradient: one read from the device."""
+    largest = {
+        name: torch.linalg.vector_norm(grad.values() if grad.is_sparse else grad, math.inf).double()
+        for name, grad in ((name, parameter.grad) for name, parameter in parameters.items())
         if grad is not None and grad.numel()
-    ]
-    value, *norms = torch.stack([loss.double(), *largest]).tolist()
-    return value, all(map(math.isfinite, (value, *norms)))
+    }
+    value, *norms = torch.stack([loss.double(), *largest.values()]).tolist()
+    return value, dict(zip(largest, norms, strict=True))
 
 
 def _progress_bar(progress: bool | None, total: int) -> Any:

@@ -21,6 +21,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 _NATURAL_STEP = 0.1
 
+# Largest entry of a gradient for Adam, as a fraction of the largest whose square is finite.
+_LARGEST_ENTRY = 1e-4
+
 
 def make_schedule(schedule: str | Callable[[float], float] | None) -> Callable[[float], float]:
     """Resolve a name; a function passes through, None is constant."""
@@ -34,9 +37,24 @@ def make_schedule(schedule: str | Callable[[float], float] | None) -> Callable[[
     return SCHEDULES[schedule]
 
 
+def _in_natural_form(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _NaturalVariationalDistribution)]
+
+
+def refuse_natural(model: torch.nn.Module, natural_gradients: bool | float) -> None:
+    """Raise where L-BFGS is asked for natural gradients, or would take them for ordinary ones."""
+    if natural_gradients:
+        raise ValueError("natural_gradients go with Adam: pass optimizer='adam', or leave them out for 'lbfgs'.")
+    for found in _in_natural_form(model):
+        raise ValueError(
+            f"q(u) is a {type(found).__name__}, whose gradients are natural ones and mean nothing to L-BFGS: use "
+            "CholeskyVariationalDistribution, or optimizer='adam' with natural_gradients=True."
+        )
+
+
 def natural_parameters(model: torch.nn.Module, natural_gradients: bool | float) -> set[int]:
     """The ids of the parameters that take natural gradients, or a clear error if the form of q(u) does not fit."""
-    found = [module for module in model.modules() if isinstance(module, _NaturalVariationalDistribution)]
+    found = _in_natural_form(model)
     if natural_gradients and not found:
         raise ValueError(
             "natural_gradients needs q(u) in natural form: build the strategy with NaturalVariationalDistribution or "
@@ -71,6 +89,7 @@ class Optimizers:
         num_data: int,
     ) -> None:
         self.lr, self.sparse = lr, sparse
+        self.scalable = {name: p for name, p in parameters.items() if id(p) not in natural}
         tables = [p for name, p in parameters.items() if name in sparse]
         in_q = [p for name, p in parameters.items() if id(p) in natural and name not in sparse]
         rest = [p for name, p in parameters.items() if id(p) not in natural and name not in sparse]
@@ -92,6 +111,17 @@ class Optimizers:
         for optimizer in self.all:
             optimizer.step()
 
+    def scale_down(self, largest: Mapping[str, float]) -> None:
+        """Make gradients smaller whose squares Adam could not hold; it divides by their scale anyway.
+
+        :param largest: Largest entry of each gradient, by name.
+        """
+        for name, parameter in self.scalable.items():
+            bound = _LARGEST_ENTRY * math.sqrt(torch.finfo(parameter.dtype).max)
+            if largest.get(name, 0.0) > bound:
+                assert parameter.grad is not None
+                parameter.grad.mul_(bound / largest[name])
+
     def state_dict(self) -> dict[str, Any]:
         """State of all, and which parameters are sparse."""
         return {"sparse": sorted(self.sparse), "states": [optimizer.state_dict() for optimizer in self.all]}
@@ -105,7 +135,8 @@ class Optimizers:
 class FullBatchLBFGS:
     """L-BFGS with a strong Wolfe line search on a deterministic objective, one iteration a call.
 
-    A trial point where the objective fails is taken as a very bad one, so the line search comes back from it.
+    A trial point where the objective fails is taken as a very bad one, so the line search comes back from it. An
+    iteration that raises, or is interrupted, leaves the parameters where it found them.
 
     :param parameters: The parameters.
     :param evaluate: Computes the loss and its gradients; may raise one of ``failures``.
@@ -141,11 +172,15 @@ class FullBatchLBFGS:
         :return: The loss at the new parameters, and whether they moved. ``self.error`` is the last failure, if any.
         """
         self.error, before = None, self._point()
-        self.optimizer.step(self._closure)
-        after = self._point()
-        loss = self._recall(after)
-        if loss is None:
-            loss = self._closure()
+        try:
+            self.optimizer.step(self._closure)
+            after = self._point()
+            loss = self._recall(after)
+            if loss is None:
+                loss = self._closure()
+        except BaseException:
+            self._return_to(before)
+            raise
         self.loss = float(loss)
         self.known = [entry for entry in self.known if torch.equal(entry[0], after)]
         return self.loss, not torch.equal(before, after)
@@ -153,13 +188,20 @@ class FullBatchLBFGS:
     def _point(self) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        parts = vector.split([parameter.numel() for parameter in self.parameters])
+        return [part.reshape(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    @torch.no_grad()
+    def _return_to(self, point: Tensor) -> None:
+        for parameter, part in zip(self.parameters, self._split(point), strict=True):
+            parameter.copy_(part)
+
     def _recall(self, point: Tensor) -> Tensor | None:
         for known, loss, gradient in self.known:
             if torch.equal(known, point):
-                for parameter, part in zip(
-                    self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True
-                ):
-                    parameter.grad = part.reshape(parameter.shape).clone()
+                for parameter, part in zip(self.parameters, self._split(gradient), strict=True):
+                    parameter.grad = part.clone()
                 return loss
         return None
 
@@ -173,7 +215,7 @@ class FullBatchLBFGS:
         try:
             loss = self.evaluate().detach()
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            gradient = torch.cat([grad.reshape(-1) for grad in grads])
+            gradient = torch.cat([grad.to_dense().reshape(-1) for grad in grads])
             if not bool(torch.isfinite(loss) & torch.isfinite(gradient).all()):
                 raise FloatingPointError("the loss or its gradient is not finite")
         except self.failures as error:
