@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 import tighter_gp
-from tests.factories import make_gp, make_kernel, make_noise
+from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.training import distributed, fit
 from tighter_gp.training.batches import ArrayBatches, LoaderBatches
 
@@ -133,6 +133,24 @@ def refused(folder: str) -> str:
     return ""
 
 
+def at_once() -> dict[str, torch.Tensor]:
+    """What trains on all data in each process: losses, then parameters."""
+    x, y = data()
+    model, likelihood = problem()
+    found = {"lbfgs": (model, likelihood, fit(model, likelihood, x, y, optimizer="lbfgs", steps=4))}
+    for optimizer in ("lbfgs", "adam"):
+        likelihood = make_noise(0.3)
+        model = CollapsedGP(x, y, x[:4].clone(), make_kernel("rbf", 1.0, torch.ones(x.size(-1))), likelihood)
+        history = fit(model, likelihood, x, y, optimizer=optimizer, steps=4, lr=0.1)
+        found[f"collapsed {optimizer}"] = model, likelihood, history
+    return {
+        name: torch.cat(
+            [torch.tensor(history.loss), *(p.detach().flatten() for p in (*m.parameters(), *n.parameters()))]
+        )
+        for name, (m, n, history) in found.items()
+    }
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -162,7 +180,7 @@ def worker(rank: int, folder: str) -> None:
     model, likelihood = problem()
     history = fit(model, likelihood, DataLoader(TensorDataset(x, y), batch_sampler=PARTS[rank]), steps=6, lr=0.05)
     results["loader"] = {"loss": torch.tensor(history.loss)}
-    results["visited"], results["refused"] = visited(rank), refused(folder)
+    results["visited"], results["refused"], results["at once"] = visited(rank), refused(folder), at_once()
 
     model, likelihood = problem()
     loss = Loss(tighter_gp.TighterELBO(likelihood, model, N))
@@ -215,6 +233,14 @@ def test_two_processes_train_as_one_does(two):
     history = fit(model, likelihood, x, y, **OPTIONS)
     assert_same(first["fit"], {"loss": torch.tensor(history.loss), **values(model, likelihood)}, 1e-8)
     assert_same(first["fit"], second["fit"], 0)
+
+
+def test_what_takes_all_data_at_once_does_so_in_each_process(two):
+    (first, second), _ = two
+    alone = at_once()
+    for name, expected in alone.items():
+        torch.testing.assert_close(first["at once"][name], expected, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(second["at once"][name], first["at once"][name], rtol=0, atol=0, msg=name)
 
 
 def test_a_checkpoint_is_resumed_by_another_number_of_processes(two):

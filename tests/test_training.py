@@ -198,6 +198,19 @@ def test_memory_mapped_arrays_train_as_tensors_do(tmp_path):
     torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int32", ">f8", "float16"])
+def test_arrays_of_any_kind_of_number_train_as_tensors_do(kind):
+    """Pixels, for one, or what another machine wrote."""
+    x, y = data()
+    x = (100 * x).round().abs().clamp_max(200)
+    curves = []
+    for inputs in (x.numpy().astype(kind), x):
+        model, likelihood = problem()
+        history = fit(model, likelihood, inputs, y.numpy(), epochs=2, batch_size=16, validation=(inputs, y.numpy()))
+        curves.append([*history.loss, *(score for _, score in history.validation)])
+    torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=1e-9, atol=1e-9)
+
+
 def test_a_shuffling_data_loader_trains_and_is_repeatable():
     x, y = data()
     curves = []
@@ -707,6 +720,9 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
         ({"epochs": 2, "steps": 3}, "epochs or steps"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": math.inf}, "lr must be positive and finite; got inf"),
+        ({"checkpoint_every": -1}, "checkpoint_every must be at least 1; got -1"),
+        ({"validate_every": 0}, "validate_every must be at least 1; got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"schedule": "sometimes"}, "Unknown schedule 'sometimes'"),
         ({"optimizer": "sgd"}, "Unknown optimizer 'sgd'"),

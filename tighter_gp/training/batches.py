@@ -45,12 +45,14 @@ class BatchSource(ABC):
     :ivar int num_data: Number of training points.
     :ivar int steps_per_epoch: Steps in which each of them is seen once.
     :ivar int batch_size: Points a step, over all processes; the last batch of an epoch may be smaller.
+    :ivar like: Tensor whose dtype and device the batches have.
     :ivar generators: What is seeded on the way, besides the global random state.
     """
 
     num_data: int
     steps_per_epoch: int
     batch_size: int
+    like: Tensor
     generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
@@ -63,6 +65,16 @@ def seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence([part % 2**32 for part in parts]).generate_state(1, np.uint64)[0] >> 1)
 
 
+def from_numpy(values: np.ndarray, like: Tensor, is_input: bool) -> Tensor:
+    """A tensor with the dtype and device of another; targets of integers, labels or counts, keep their kind.
+
+    :param is_input: Whether integers, such as pixels, become floating point too.
+    """
+    native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    taken = torch.from_numpy(native if native.flags.writeable else native.copy())
+    return taken.to(device=like.device, dtype=like.dtype if is_input or taken.is_floating_point() else taken.dtype)
+
+
 class ArrayBatches(BatchSource):
     """Batches drawn by index from tensors, on their device, or from numpy arrays, which may be memory-mapped.
 
@@ -71,7 +83,8 @@ class ArrayBatches(BatchSource):
     :param kwargs: Arguments of the likelihood; a tensor has one value a point, ``... x N``.
     :param batch_size: Points a step; None for all.
     :param seed: Seed of the order.
-    :param like: Tensor whose dtype and device rows of numpy arrays take.
+    :param like: Tensor whose dtype and device rows of numpy arrays take; inputs of integers become floating point.
+    :param is_split: Whether processes share each batch, or each has the whole of it.
     """
 
     def __init__(
@@ -82,6 +95,7 @@ class ArrayBatches(BatchSource):
         batch_size: int | None,
         seed: int,
         like: Tensor,
+        is_split: bool = True,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
@@ -96,7 +110,7 @@ class ArrayBatches(BatchSource):
                 raise ValueError(
                     f"{name}= must have one value a training point, ... x {self.num_data}; got {tuple(value.shape)}."
                 )
-        self.x, self.y, self.kwargs, self.seed, self.like = x, y, kwargs, seed, like
+        self.x, self.y, self.kwargs, self.seed, self.like, self.is_split = x, y, kwargs, seed, like, is_split
         self._on_disk = isinstance(x, np.ndarray) or isinstance(y, np.ndarray)
         self.batch_size = self.num_data if batch_size is None else min(batch_size, self.num_data)
         self.steps_per_epoch = -(-self.num_data // self.batch_size)
@@ -113,12 +127,11 @@ class ArrayBatches(BatchSource):
     def _rows(self, values: Tensor | np.ndarray, rows: Tensor, dim: int) -> Tensor:
         if isinstance(values, Tensor):
             return values.index_select(dim, rows.to(values.device, non_blocking=True))
-        taken = torch.from_numpy(np.ascontiguousarray(np.take(values, rows.numpy(), axis=dim)))
-        return taken.to(device=self.like.device, dtype=self.like.dtype if taken.is_floating_point() else taken.dtype)
+        return from_numpy(np.take(values, rows.numpy(), axis=dim), self.like, is_input=values is self.x)
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """The batches from step ``start`` on, without end."""
-        rank, world_size = distributed.rank(), distributed.world_size()
+        rank, world_size = (distributed.rank(), distributed.world_size()) if self.is_split else (0, 1)
         epoch, position = divmod(start, self.steps_per_epoch)
         device = self.like.device
         while True:
@@ -127,7 +140,7 @@ class ArrayBatches(BatchSource):
             for first in range(position * self.batch_size, self.num_data, self.batch_size):
                 rows = order[first : first + self.batch_size]
                 own = rows[rank::world_size]
-                weight = len(own) / len(rows)
+                weight = len(own) / len(rows) if self.is_split else 1 / distributed.world_size()
                 yield self._batch(own if len(own) else rows[:1], weight, device)
             epoch, position = epoch + 1, 0
 

@@ -144,13 +144,14 @@ def fit(
     run succeeded, the error is raised. An iteration of L-BFGS that is interrupted leaves the parameters it started from.
 
     Within a process group (``torchrun``) each process takes its part of every batch and gradients are summed with the
-    parts' weights: the run is that of one process, to rounding. Give every process the same arguments.
+    parts' weights: the run is that of one process, to rounding, but for the draws of an objective that samples. L-BFGS
+    takes all data in each process. Give every process the same arguments.
 
     :param model: An :class:`~gpytorch.models.ApproximateGP`, a deep GP, or an :class:`~gpytorch.models.ExactGP` with a
         :class:`~tighter_gp.TighterInducingPointKernel`.
     :param likelihood: Its likelihood.
     :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models): a tensor on the model's device, or a
-        numpy array, perhaps memory-mapped, of which only a batch is in memory at a time. Or a
+        numpy array, perhaps memory-mapped and of any kind of number, of which only a batch is in memory at a time. Or a
         :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``; the training points are those
         that its sampler visits, and :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood` needs the index. None
         for a latent-variable model, whose objective is called with the rows' positions in place of q(f).
@@ -170,8 +171,8 @@ def fit(
         q(u) in natural form.
     :param natural_gradients: Natural gradients for q(u), which must be in natural form: True (step size 0.1) or the step
         size. Adam trains the rest.
-    :param validation: Held-out inputs and targets, whose mean negative log predictive density goes to the history, and
-        if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
+    :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density goes to
+        the history, and if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
         :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
     :param validate_every: Steps between validations; default an epoch.
     :param patience: Stop after this many validations in a row without a better one, and in any case end with the
@@ -201,11 +202,19 @@ def fit(
         raise ValueError(f"Unknown optimizer {optimizer!r}; choose 'adam' or 'lbfgs'.")
     if epochs is not None and steps is not None:
         raise ValueError("Give epochs or steps, not both.")
-    for name, count in {"epochs": epochs, "steps": steps, "patience": patience, "max_failures": max_failures}.items():
+    counts = {
+        "epochs": epochs,
+        "steps": steps,
+        "patience": patience,
+        "max_failures": max_failures,
+        "validate_every": validate_every,
+        "checkpoint_every": checkpoint_every,
+    }
+    for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}.")
-    if not lr > 0:
-        raise ValueError(f"lr must be positive; got {lr}.")
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr must be positive and finite; got {lr}.")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs a checkpoint= to go on from.")
     if compile and (optimizer == "lbfgs" or x is None):
@@ -217,7 +226,8 @@ def fit(
 
     if collapsed or optimizer == "lbfgs":
         batch_size = None
-    source = _source(model, likelihood, x, y, batch_size, seed, kwargs)
+    is_split = optimizer == "adam" and not collapsed
+    source = _source(model, likelihood, x, y, batch_size, seed, is_split, kwargs)
     if collapsed and objective is TighterELBO:
         mll = ExactMarginalLogLikelihood(likelihood, model)
     else:
@@ -233,7 +243,7 @@ def fit(
         total=steps,
         seed=seed,
         max_failures=max_failures,
-        validation=None if validation is None else held_out(likelihood, validation),
+        validation=None if validation is None else held_out(likelihood, validation, source.like),
         validate_every=validate_every or source.steps_per_epoch,
         patience=patience,
         checkpoint=checkpoint,
@@ -249,7 +259,14 @@ def fit(
 
 
 def _source(
-    model: Any, likelihood: Any, x: Any, y: Any, batch_size: int | None, seed: int, kwargs: dict[str, Any]
+    model: Any,
+    likelihood: Any,
+    x: Any,
+    y: Any,
+    batch_size: int | None,
+    seed: int,
+    is_split: bool,
+    kwargs: dict[str, Any],
 ) -> BatchSource:
     like = next(
         (p for p in itertools.chain(model.parameters(), likelihood.parameters()) if p.is_floating_point()), None
@@ -284,7 +301,7 @@ def _source(
         check_finite("x", x)
     if x is not None and isinstance(y, Tensor):
         check_finite("y", y, likelihood)
-    return ArrayBatches(x, y, kwargs, batch_size, seed, like)
+    return ArrayBatches(x, y, kwargs, batch_size, seed, like, is_split)
 
 
 class _Trainer:

@@ -6,6 +6,7 @@ import math
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
@@ -19,6 +20,7 @@ from ..full_data import chunks
 from ..likelihoods.properties import is_gaussian, observed
 from ..predictive import predict
 from ..strategies._tighter_strategy import _TighterStrategy
+from .batches import from_numpy
 
 HeldOut = tuple[Tensor, Tensor, dict[str, Any]]
 
@@ -59,17 +61,19 @@ def mean_nlpd(model: Any, likelihood: Likelihood, x: Tensor, y: Tensor, batch_si
     return total / count
 
 
-def held_out(likelihood: Likelihood, validation: Any) -> HeldOut:
+def held_out(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
     """Inputs, targets and arguments of the likelihood, or a clear error.
 
     :param validation: ``(x, y)`` or ``(x, y, kwargs)``.
+    :param like: Tensor whose dtype and device numpy arrays take.
     """
     if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
         raise TypeError(f"validation must be (x, y) or (x, y, kwargs); got {type(validation).__name__}.")
     x, y, kwargs = (*validation, {})[:3]
+    x, y = (from_numpy(part, like, is_input=part is x) if isinstance(part, np.ndarray) else part for part in (x, y))
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(kwargs, dict)):
         names = ", ".join(type(part).__name__ for part in validation)
-        raise TypeError(f"validation must be tensors x and y, and a dict of further arguments; got {names}.")
+        raise TypeError(f"validation must be tensors or arrays x and y, and a dict of further arguments; got {names}.")
     _row_dim(x, y)
     _check_kwargs(x, kwargs)
     check_finite("the validation inputs", x)
