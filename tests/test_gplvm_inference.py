@@ -241,6 +241,13 @@ def test_a_learned_conditional_does_not_narrow_predictions():
     close(narrow.reconstruct(toy.x[0]).variance, plain.reconstruct(toy.x[0]).variance)
 
 
+def test_no_rows_give_no_values(trained):
+    model, y = trained
+    for x in (torch.zeros(0, 3), model.latents.q(torch.arange(0))):
+        mean, variance = model.reconstruct(x)
+        assert mean.shape == variance.shape == model.log_density(y[:0], x).shape == (0, 5)
+
+
 def test_uncertain_latents_are_averaged_over():
     toy = Toy()
     model = toy.model()

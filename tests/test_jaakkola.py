@@ -140,7 +140,7 @@ def test_the_golden_case():
     X, Z, y, xi = (torch.tensor(GOLDEN[name]) for name in ("X", "Z", "y", "xi"))
     kernel = make_kernel("rbf", GOLDEN["variance"], torch.tensor(GOLDEN["lengthscales"]))
     model = JaakkolaGPClassifier(X, y, Z, kernel, jitter_val=0.0)
-    projection, residual, mean = model._projected()
+    projection, residual, _, _, mean = model._problem()
     posterior = jaakkola_posterior(projection, y, xi, mean)
     root = torch.linalg.cholesky(kernel(Z).to_dense()) @ posterior.root
     close = lambda value, name: torch.testing.assert_close(value, torch.tensor(GOLDEN[name]), rtol=1e-9, atol=1e-12)
@@ -443,3 +443,32 @@ def test_errors_say_what_came():
     x[3, 1] = torch.nan
     with pytest.raises(ValueError, match="train_x holds NaN"):
         classifier(x, y)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.rand(3, 1), r"N x 2 like the inducing points; got \(3, 1\)"),
+        (torch.full((3, 2), torch.nan), "NaN or infin"),
+    ],
+)
+def test_test_inputs_that_cannot_be_are_refused(x, message):
+    model = classifier(torch.rand(20, 2), (torch.rand(20) > 0.5).double())
+    with pytest.raises(ValueError, match=message):
+        model.predict(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*was not positive definite.*added jitter:RuntimeWarning")
+@pytest.mark.parametrize("lengthscale", [0.3, 100.0])
+def test_a_large_outputscale_in_float32_is_as_in_float64(lengthscale):
+    x = torch.rand(50, 2).float()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1e6, lengthscale
+    model = JaakkolaGPClassifier(x, (x.sum(-1) > 1).float(), x[:15], kernel.float(), jitter_val=1e-4)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        twin = copy.deepcopy(model).to(dtype).update_xi(20)
+        q = twin.predict(x[:8].to(dtype) + 0.01)
+        found.append([tensor.detach().double() for tensor in (twin.bound(), q.mean, q.variance)])
+    for narrow, wide in zip(*found, strict=True):
+        torch.testing.assert_close(narrow, wide, rtol=1e-3, atol=1e-4)

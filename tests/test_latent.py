@@ -120,6 +120,25 @@ def test_active_dims_of_a_collapsed_kernel_are_selected():
     torch.testing.assert_close(view.q.mean, narrow.q.mean)
 
 
+def test_a_feature_extractor_of_a_collapsed_model_is_in_front_of_its_kernel():
+    model, expected = collapsed(0.1), collapsed(0.1)
+    forward = model.forward
+    model.forward = lambda x: forward(2 * x)
+    model.set_train_data(P.x / 2, P.y)
+    for last_term in ("drop", "exact"):
+        one, other = tighter_gp.predict(model, X / 2, last_term), tighter_gp.predict(expected, X, last_term)
+        torch.testing.assert_close(one.mean, other.mean)
+        torch.testing.assert_close(one.variance, other.variance)
+
+
+def test_a_collapsed_model_returns_the_covariance_of_its_kernel():
+    model = collapsed()
+    forward = model.forward
+    model.forward = lambda x: forward(x) + forward(x)
+    with pytest.raises(TypeError, match="must return the covariance of its covar_module as it is; got Sum"):
+        latent_gp(model)
+
+
 @pytest.mark.parametrize("strategy", [VariationalStrategy, IndependentMultitaskVariationalStrategy])
 def test_a_strategy_that_is_not_ours_is_refused(strategy):
     make = lambda model: VariationalStrategy(model, P.z, Q_FORMS["cholesky"](M, batch_shape=torch.Size([2])))

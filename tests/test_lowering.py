@@ -15,8 +15,16 @@ from gpytorch.kernels import (
 )
 
 from tests.factories import make_gp
-from tighter_gp.kernels.lowering import evaluate, lower
-from tighter_gp.strategies._tighter_strategy import lower_lazy
+from tighter_gp.kernels.lowering import (
+    covariance_block,
+    covariances,
+    covers_rounding,
+    evaluate,
+    lower,
+    lower_lazy,
+    sufficient_precision,
+    unlowered_covariances,
+)
 
 BATCH = torch.Size([2])
 
@@ -219,3 +227,67 @@ def test_a_kernel_that_cannot_compute_in_another_precision_is_converted_from_its
     found = evaluate(kernel(x), READINGS["matrix"], torch.float64)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, kernel(x).to_dense().double(), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any kernel in some precision, and which precision that should be
+# ---------------------------------------------------------------------------------------------------------------------
+
+EITHER = {"lowered": lambda: ScaleKernel(RBFKernel(active_dims=[0, 2])), "other": OTHERS["active_dims"]}
+
+
+@pytest.mark.parametrize("name", EITHER)
+@pytest.mark.parametrize("make", [covariances, unlowered_covariances])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_functions_of_a_float32_kernel_are_evaluated_in_the_precision_asked_for(name, make, dtype):
+    kernel, wide = EITHER[name]().float(), EITHER[name]()
+    wide.load_state_dict(kernel.state_dict())
+    x1, x2 = torch.rand(5, 3).float(), torch.rand(4, 3).float()
+    # Lowered kernels widen the values of hyperparameters that were transformed in float32.
+    tolerance = 1e-6 if dtype == torch.float32 or make is covariances else 1e-14
+    with gpytorch.settings.lazily_evaluate_kernels(False):  # as within another kernel
+        covariance, variance = make(kernel, dtype)
+        found = [covariance(x1, x2), covariance(x1, x1), variance(x1)]
+    expected = [wide(x1.double(), x2.double()).to_dense(), wide(x1.double()).to_dense(), wide(x1.double(), diag=True)]
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_blocks_of_a_covariance_that_add_up(name):
+    """At a variance of 1e6 in float32: blocks from other numbers than each other leave no positive definite rest."""
+    kernel = EITHER[name]().float()
+    kernel.outputscale = 1e6
+    x = torch.rand(9, 3).float()
+    first, last, everything = slice(None, 4), slice(4, None), slice(None)
+    whole = covariance_block(kernel(x), everything, everything, torch.float64)
+    assert torch.equal(whole.diagonal(), whole[0, 0].expand(9))
+    for rows in (first, last):
+        for columns in (first, last):
+            block = covariance_block(kernel(x), rows, columns, torch.float64)
+            torch.testing.assert_close(block, whole[rows, columns], rtol=1e-12, atol=1e-8)
+
+
+def test_a_jitter_covers_rounding_up_to_a_variance():
+    variance = torch.tensor([1.0, 100.0])
+    assert covers_rounding(1e-4, variance, torch.float32)
+    assert not covers_rounding(1e-4, 2 * variance, torch.float32)
+    assert covers_rounding(1e-4, 2 * variance, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("noise", "variance", "correlation", "expected"),
+    [
+        (1e-2, 1.0, 0.0, torch.float32),
+        (1e-7, 1.0, 0.0, torch.float64),  # less noise than rounding
+        (1e-2, 1e5, 0.0, torch.float64),  # more rounding
+        (1e-2, 1.0, 1 - 1e-10, torch.float64),  # points that almost coincide
+        (torch.tensor([1.0, 1e-7]), 1.0, 0.0, torch.float64),
+        (0.0, 1.0, 0.0, torch.float64),
+    ],
+)
+def test_float32_suffices_where_its_errors_are_below_the_noise(noise, variance, correlation, expected):
+    factor = torch.linalg.cholesky(variance * torch.tensor([[1.0, correlation], [correlation, 1.0]]))
+    assert sufficient_precision(factor, noise, torch.float32) == expected
+    assert sufficient_precision(factor, noise, torch.float64) == torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import gpytorch
@@ -11,7 +12,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 
 import tighter_gp
 from tests import dense
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
 from tests.support import Q_FORMS, LargestOutput, assert_state, double_problem, randomize_q, state
 
 P = double_problem(kernel="matern32")
@@ -292,6 +293,75 @@ def test_a_float32_model_predicts_in_float32_what_float64_does(last_term):
     assert actual.mean.dtype == actual.variance.dtype == torch.float32
     torch.testing.assert_close(actual.mean.double(), expected.mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.variance.double(), expected.variance, rtol=1e-3, atol=1e-4)
+
+
+class LargestDouble(LargestOutput):
+    """Size of the largest tensor of float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.largest
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if getattr(out, "dtype", None) != torch.float64:
+            self.largest = before
+        return out
+
+
+class Plain(gpytorch.kernels.RBFKernel):
+    """Not lowered."""
+
+
+def large_kernel(base=gpytorch.kernels.RBFKernel):
+    """Rounding in float32 is larger than the noise."""
+    scaled = gpytorch.kernels.ScaleKernel(base())
+    scaled.outputscale, scaled.base_kernel.lengthscale = 1e6, 1.1
+    return scaled
+
+
+def large_solve_gp():
+    distributions = [Q_FORMS["cholesky"](3), Q_FORMS["cholesky"](2)]
+    make = lambda model: tighter_gp.SolveGPVariationalStrategy(
+        model, P.z[:3], P.z[3:5], *distributions, jitter_val=1e-4
+    )
+    return GP(make, large_kernel())
+
+
+LARGE = {
+    "svgp": lambda: make_gp(P.z, large_kernel(), jitter_val=1e-4),
+    "svgp, kernel not lowered": lambda: make_gp(P.z, large_kernel(Plain), jitter_val=1e-4),
+    "solve-gp": large_solve_gp,
+    "collapsed": lambda: CollapsedGP(P.x, 1e3 * P.y, P.z.clone(), large_kernel(), make_noise(1e-2)),
+    "chunked": lambda: tighter_gp.CollapsedGP(P.x, 1e3 * P.y, P.z, large_kernel(), make_noise(1e-2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:last_term='diagonal'")
+@pytest.mark.parametrize("last_term", LAST_TERMS)
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_outputscale_in_float32_is_predicted_as_in_float64(name, last_term):
+    model, likelihood = LARGE[name]().float(), make_noise(1e-2).float()
+    if isinstance(model, GP):
+        tighter_gp.set_optimal_q(model, likelihood, P.x.float(), 1e3 * P.y.float())
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = {"likelihood": likelihood.to(dtype), "train_x": P.x.float().to(dtype)}
+        x = X_TEST.float().to(dtype)
+        found.append(tighter_gp.predict(copy.deepcopy(model).to(dtype), x, last_term, subset=4, **given))
+    narrow, wide = found
+    assert narrow.mean.dtype == narrow.variance.dtype == torch.float32
+    torch.testing.assert_close(narrow.mean.double(), wide.mean, rtol=1e-4, atol=1e-1)
+    torch.testing.assert_close(narrow.variance.double(), wide.variance, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("make", [sparse, collapsed])
+def test_dropping_the_term_evaluates_no_kernel_in_float64_where_float32_suffices(make):
+    model = make(jitter_val=1e-4).float()
+    x = torch.rand(50, 2).float()
+    with LargestDouble() as seen:
+        tighter_gp.predict(model, x)
+    assert seen.largest <= M * M
+    with LargestDouble() as seen:
+        tighter_gp.predict(model, x, "exact", likelihood=make_noise(NOISE).float(), train_x=P.x.float())
+    assert seen.largest >= 50 * M
 
 
 def test_one_dimensional_inputs():

@@ -423,6 +423,18 @@ def test_other_batch_shapes_in_turn_in_eval_mode(kind):
                 torch.testing.assert_close(found.variance[index], alone.variance, rtol=1e-10, atol=1e-12)
 
 
+class FixedNoise(CollapsedKernel):
+    """With features in front of mean and kernel, and noise that is no parameter."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self.likelihood = self.model.likelihood = self.model.covar_module.likelihood = make_noise(torch.full((N,), 0.2))
+        self.model.features = torch.nn.Linear(D, D)
+        torch.nn.init.eye_(self.model.features.weight)
+        forward = type(self.model).forward
+        self.model.forward = lambda x: forward(self.model, self.model.features(x))
+
+
 def change_lengthscale(module):
     module.model.covar_module.base_kernel.base_kernel.lengthscale = torch.tensor([0.5, 1.9])
 
@@ -432,20 +444,69 @@ def change_inducing_points(module):
 
 
 def change_noise(module):
-    module.likelihood.noise = 0.7
+    module.likelihood.noise = torch.full((N,), 0.7)
 
 
-@pytest.mark.parametrize("change", [change_lengthscale, change_inducing_points, change_noise])
-def test_gpytorchs_own_prediction_of_a_collapsed_model_says_that_it_is_stale(change):
-    """ExactGP keeps the posterior of the first call until the mode changes; the kernel keeps nothing old."""
-    module = CollapsedKernel().eval()
-    with torch.no_grad():
+def change_jitter(module):
+    module.model.covar_module.jitter_val = 0.3
+
+
+def change_mean(module):
+    module.model.mean_module.initialize(constant=3.0)
+
+
+def change_features(module):
+    module.model.features.weight.data.mul_(1.3)
+
+
+def change_targets(module):
+    module.model.train_targets.data.mul_(2.0)
+
+
+CHANGES = [
+    change_lengthscale,
+    change_inducing_points,
+    change_noise,
+    change_jitter,
+    change_mean,
+    change_features,
+    change_targets,
+]
+
+
+def exact_predictions(module):
+    """GPyTorch's own and this package's, without a graph and with one."""
+    found = []
+    for graph in (False, True):
+        with torch.set_grad_enabled(graph):
+            for q in (module.model(X_TEST), tighter_gp.predict(module.model, X_TEST)):
+                found += [q.mean.detach(), q.variance.detach()]
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_predictions_of_a_collapsed_model_follow_every_change_at_once(change):
+    """Also GPyTorch's own, whose ExactGP keeps the posterior of the first call until the mode changes."""
+    module = FixedNoise().eval()
+    before = exact_predictions(module)
+    assert_equal(exact_predictions(module), before)
+    change(module)
+    found = exact_predictions(module)
+    assert_equal(exact_predictions(module), found)
+    means = slice(0, None, 2)
+    assert not any(map(torch.equal, found[means], before[means]))
+    module.train().eval()
+    assert_equal(found, exact_predictions(module))
+
+
+@torch.no_grad()
+def test_the_posterior_of_a_collapsed_model_is_computed_again_only_after_a_change():
+    module = FixedNoise().eval()
+    posteriors = []
+    for change in (None, None, change_noise):
+        if change is not None:
+            change(module)
         module.model(X_TEST)
-        module.model(X_TEST + 1)
-        change(module)
-        with pytest.warns(RuntimeWarning, match=r"changed in eval mode.* call model\.train\(\) and model\.eval\(\)"):
-            module.model(X_TEST)
-        fresh = by_state_dict(module).eval()
-        assert torch.equal(module.model.covar_module(X_TEST).to_dense(), fresh.model.covar_module(X_TEST).to_dense())
-        module.train().eval()
-        assert_equal([module.model(X_TEST).mean], [fresh.model(X_TEST).mean])
+        posteriors.append(module.model.prediction_strategy._known[1])
+    assert posteriors[0] is posteriors[1]
+    assert posteriors[1] is not posteriors[2]

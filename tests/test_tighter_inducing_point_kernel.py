@@ -13,10 +13,11 @@ from gpytorch.kernels import InducingPointKernel
 from gpytorch.likelihoods import BernoulliLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
-from tests import dense
+from tests import adversarial, dense
 from tests.factories import CollapsedGP, make_kernel, make_noise
 from tests.support import double_problem
 from tighter_gp import TighterInducingPointKernel
+from tighter_gp.blocks import partition
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -74,13 +75,21 @@ def dense_bound(model, bound):
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_titsias_is_gpytorchs_sgpr_exactly(noise):
+def test_titsias_is_gpytorchs_sgpr(noise):
     ours, theirs = collapsed("titsias", noise), stock(noise)
-    assert torch.equal(objective(ours), objective(theirs))
+    torch.testing.assert_close(objective(ours), objective(theirs), rtol=1e-12, atol=0.0)
     for name, gradient in gradients(theirs).items():
-        assert torch.equal(gradients(ours)[name], gradient), name
-    for actual, expected in zip(prediction(ours), prediction(theirs), strict=True):
-        assert torch.equal(actual, expected)
+        torch.testing.assert_close(gradients(ours)[name], gradient, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("correction", [True, False])
+@pytest.mark.parametrize("x", [X_TEST, X_TEST + torch.tensor([[[0.0]], [[0.3]]])], ids=["set", "batch"])
+def test_predictions_in_eval_mode_are_gpytorchs(noise, correction, x):
+    with gpytorch.settings.sgpr_diagonal_correction(correction), torch.no_grad():
+        ours, theirs = (model.eval()(x) for model in (collapsed("tighter", noise), stock(noise)))
+        torch.testing.assert_close(ours.mean, theirs.mean, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(ours.covariance_matrix, theirs.covariance_matrix, rtol=1e-10, atol=1e-11)
 
 
 @BOUNDS
@@ -170,6 +179,67 @@ def test_predictions_follow_training_and_evaluation_in_turn():
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The input matches the stored training data")
+def test_a_prediction_at_the_training_inputs_is_that_of_each_of_them():
+    """GPyTorch takes them for the same points only if all of them come, and in their order."""
+    whole, some = prediction(collapsed(), P.x), prediction(collapsed(), P.x[:5])
+    for one, other in zip(whole, some, strict=True):
+        torch.testing.assert_close(one[:5], other, rtol=1e-10, atol=1e-11)
+
+
+def test_several_outputs_are_predicted_as_gpytorch_does():
+    class Model(gpytorch.models.ExactGP):
+        def __init__(self, kind, *args, **kwargs):
+            likelihood = MultitaskGaussianLikelihood(num_tasks=2)
+            super().__init__(P.x, torch.stack([P.y, P.y.sin()], -1), likelihood)
+            self.mean_module = gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=2)
+            base = gpytorch.kernels.MultitaskKernel(gpytorch.kernels.RBFKernel(), num_tasks=2)
+            base.task_covar_module.initialize(covar_factor=0.4, var=torch.tensor([0.7, 0.9]))
+            self.covar_module = kind(base, P.z.clone(), likelihood, **kwargs)
+
+        def forward(self, x):
+            return gpytorch.distributions.MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    ours, theirs = Model(TighterInducingPointKernel, bound="titsias"), Model(InducingPointKernel)
+    for actual, expected in zip(prediction(ours), prediction(theirs), strict=True):
+        assert actual.shape == (7, 2)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+# -- float32 ------------------------------------------------------------------------------------------------------------
+
+
+def adversarial_model(setting, dtype, bound):
+    p = adversarial.build(setting)
+    z = p.model.variational_strategy.inducing_points.detach()
+    blocks = {"blocks": partition(p.x, 6)} if bound == "block" else {}
+    model = CollapsedGP(p.x, p.y, z, p.model.covar_module, p.likelihood, bound=bound, **blocks).to(dtype)
+    with gpytorch.settings.fast_computations():  # which BoTorch turns off
+        value = ExactMarginalLogLikelihood(model.likelihood, model)(model(*model.train_inputs), model.train_targets)
+    return model, value
+
+
+@pytest.mark.filterwarnings("ignore:.*was not positive definite.*added jitter:RuntimeWarning")
+@pytest.mark.parametrize("bound", ["tighter", "block", "full"])
+@pytest.mark.parametrize("setting", [setting for setting in adversarial.SETTINGS if setting.lr == 1.0], ids=str)
+def test_badly_conditioned_problems_have_a_bound_and_a_gradient_in_float32(setting, bound):
+    model, value = adversarial_model(setting, torch.float32, bound)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert bool(torch.isfinite(value))
+    assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*was not positive definite.*added jitter:RuntimeWarning")
+@pytest.mark.parametrize("bound", ["tighter", "block", "full"])
+@pytest.mark.parametrize("lengthscale", ["short", "long"])
+@pytest.mark.parametrize("targets", ["unit", "unscaled"])
+def test_bounds_in_float32_are_those_of_float64(targets, lengthscale, bound):
+    setting = adversarial.Setting(targets, lengthscale, "spread", 1e-2, 1.0, "rbf")
+    narrow, wide = (adversarial_model(setting, dtype, bound)[1] for dtype in (torch.float32, torch.float64))
+    torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-5)
+
+
 # -- copies -------------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +280,17 @@ def test_a_copied_kernel_keeps_everything(bound):
     for name, value in kernel.state_dict().items():
         assert torch.equal(twin.state_dict()[name], value)
     assert torch.equal(twin(P.x).to_dense(), kernel(P.x).to_dense())
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_an_optimizer_copied_with_the_model_moves_the_copy(optimizer_first):
+    model = collapsed()
+    objective(model).backward()  # leaves a term with a graph behind
+    pair = (model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = copy.deepcopy(pair[::-1] if optimizer_first else pair)
+    twin, optimizer = copied[::-1] if optimizer_first else copied
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in twin.parameters()}
 
 
 def test_a_copied_kernel_keeps_its_active_dims():

@@ -71,3 +71,19 @@ def same_values(known: Tensor, current: Tensor) -> bool:
     if known.shape != current.shape or known.dtype != current.dtype or known.device != current.device:
         return False
     return known.is_meta or torch.equal(known, current)
+
+
+def check_inputs(x: Tensor, num_dims: int) -> None:
+    """Raise unless ``x`` can be inputs of a model on ``num_dims`` dimensions."""
+    if not torch.is_tensor(x) or not x.is_floating_point():
+        raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
+    if x.dim() < 2 or x.size(-1) != num_dims:
+        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
+
+
+def raise_if_not_finite(x: Tensor) -> None:
+    """Raise if there is a row that holds NaN or infinity."""
+    if x.is_meta or bool(torch.isfinite(x).all()):
+        return
+    rows = int((~torch.isfinite(x)).any(-1).sum())
+    raise ValueError(f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them.")

@@ -21,16 +21,14 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._checks import same_values
+from ._checks import check_inputs, raise_if_not_finite, same_values
 from ._modes import chunks
-from .kernels.lowering import lower
+from .kernels.lowering import covariances, sufficient_precision
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .linalg import cholesky, project, residual_variance
 from .moments import Whitened, add_identity_cholesky, explained_variance, projected_mean, whitened_from_gram
 
 BOUNDS = ("titsias", "spherical", "tighter")
-
-Covariance = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Sums(NamedTuple):
@@ -57,7 +55,8 @@ def collapsed_bound(
 
     Equal to :func:`~tighter_gp.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
     :math:`O(NM^2)`, memory :math:`O(M^2 + MB)` for chunks of :math:`B` rows, since the backward pass evaluates each chunk
-    again. The quadratic form is a sum of squares, so that small noise cancels nothing.
+    again. The quadratic form is a sum of squares, so that small noise cancels nothing. Where float32 does not know the
+    residual variances to within the noise, the kernel is evaluated in float64.
 
     :param kernel: Any GPyTorch kernel; the common ones are lowered.
     :param inducing_points: :math:`Z`, shape ``M x D``.
@@ -75,12 +74,12 @@ def collapsed_bound(
         >>> value.shape
         torch.Size([])
     """
-    if bound not in BOUNDS:
-        raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
-    if y.shape != x.shape[:-1] or x.dim() != 2:
-        raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
-    num_data, noise = len(y), noise.expand(y.shape)
+    _check_bound(bound)
+    _check_shapes(x, y, inducing_points)
+    num_data, given = len(y), y.dtype
     chol = inducing_cholesky(kernel, inducing_points, jitter_val)
+    precision = sufficient_precision(chol, noise, given)
+    y, noise = y.to(precision), noise.expand(y.shape).to(precision)
     sums = data_sums(kernel, inducing_points, chol, x, y, noise, chunk_size)
     factor = add_identity_cholesky(sums.gram)
     # The quadratic form is the minimum over w of misfit + |w|^2, so that its gradient needs no derivative of w.
@@ -93,23 +92,24 @@ def collapsed_bound(
         "tighter": lambda: 0.5 * sums.log,
     }[bound]()
     value = -0.5 * (num_data * math.log(2 * math.pi) + quadratic + log_det) - penalty
-    return value.to(y.dtype)
+    return value.to(given)
 
 
-def _covariances(kernel: Kernel) -> tuple[Covariance, Callable[[Tensor], Tensor]]:
-    """Dense covariance and variance functions of a kernel."""
-    lowered = lower(kernel)
-    if lowered is None:
-        return lambda x1, x2: kernel(x1, x2).to_dense(), lambda x: kernel(x, diag=True)
-    return (
-        lambda x1, x2: lowered.covariance(lowered.values, x1, x2),
-        lambda x: lowered.variance(lowered.values, x),
-    )
+def _check_bound(bound: str) -> None:
+    if bound not in BOUNDS:
+        raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+
+
+def _check_shapes(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
+    if y.shape != x.shape[:-1] or x.dim() != 2:
+        raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
+    if inducing_points.dim() != 2 or inducing_points.size(-1) != x.size(-1):
+        raise ValueError(f"Expected inducing points M x {x.size(-1)}, like x; got {tuple(inducing_points.shape)}.")
 
 
 def inducing_cholesky(kernel: Kernel, inducing_points: Tensor, jitter_val: float) -> Tensor:
     r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64."""
-    matrix = _covariances(kernel)[0](inducing_points, inducing_points).double()
+    matrix = covariances(kernel, torch.float64).covariance(inducing_points, inducing_points)
     identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
     return cholesky(matrix + jitter_val * identity, name="K_ZZ")
 
@@ -117,8 +117,11 @@ def inducing_cholesky(kernel: Kernel, inducing_points: Tensor, jitter_val: float
 def data_sums(
     kernel: Kernel, inducing_points: Tensor, chol: Tensor, x: Tensor, y: Tensor, noise: Tensor, chunk_size: int
 ) -> _Sums:
-    """What a collapsed bound needs of the data, gathered in chunks that the backward pass evaluates again."""
-    covariance, variance = _covariances(kernel)
+    """What a collapsed bound needs of the data, gathered in chunks that the backward pass evaluates again.
+
+    The kernel is evaluated in the precision of ``y`` and ``noise``.
+    """
+    covariance, variance = covariances(kernel, y.dtype)
 
     def chunk(z: Tensor, chol: Tensor, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         projection = project(chol, covariance(z, x))
@@ -150,7 +153,7 @@ def _misfit(
     chunk_size: int,
 ) -> Tensor:
     r""":math:`\sum_n (y_n - a_n^\top w)^2/\sigma_n^2`; one matrix-vector product a chunk, no triangular solve."""
-    covariance, _ = _covariances(kernel)
+    covariance, _ = covariances(kernel, y.dtype)
     direction = torch.linalg.solve_triangular(chol.mT, weights.unsqueeze(-1), upper=True).squeeze(-1)
 
     def chunk(z: Tensor, direction: Tensor, x: Tensor, y: Tensor, noise: Tensor) -> Tensor:
@@ -213,8 +216,8 @@ class CollapsedGP(Module):
         super().__init__()
         if not is_gaussian(likelihood):
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
-        if bound not in BOUNDS:
-            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        _check_bound(bound)
+        _check_shapes(x, y, inducing_points)
         for name, tensor in (("x", x), ("y", y)):
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{name} holds NaN or infinity; drop or impute these rows.")
@@ -225,7 +228,7 @@ class CollapsedGP(Module):
         self.likelihood = likelihood
         self.mean_module = mean_module if mean_module is not None else ZeroMean()
         self.bound_name, self.chunk_size, self.jitter_val = bound, chunk_size, jitter_val
-        self._posterior_cache: tuple[list[Tensor], tuple[Tensor, Whitened]] | None = None
+        self._posteriors: dict[torch.dtype | None, tuple[list[Tensor], tuple[Tensor, Whitened]]] = {}
 
     @property
     def _noise(self) -> Tensor:
@@ -244,35 +247,41 @@ class CollapsedGP(Module):
             jitter_val=self.jitter_val,
         )
 
-    def _posterior(self) -> tuple[Tensor, Whitened]:
-        """The factor of :math:`K_{ZZ}` and the optimal q(w); gathered from the data once for each set of parameters."""
-        current = [*self.parameters(), self.train_x, self.train_y]
-        if self._posterior_cache is not None:
-            known, posterior = self._posterior_cache
+    def _posterior(self, precision: torch.dtype | None = None) -> tuple[Tensor, Whitened]:
+        """The factor of :math:`K_{ZZ}` and the optimal q(w); gathered from the data once for each set of values.
+
+        :param precision: In which the kernel is evaluated and q(w) given; default one that suffices.
+        """
+        kernel, z, noise = self.covar_module, self.inducing_points, self._noise
+        # The data are buffers.
+        current = [*self.parameters(), *self.buffers(), noise, torch.tensor(self.jitter_val)]
+        if precision in self._posteriors:
+            known, posterior = self._posteriors[precision]
             if all(map(same_values, known, current)):
                 return posterior
-        chol = inducing_cholesky(self.covar_module, self.inducing_points, self.jitter_val)
-        targets = self.train_y - self.mean_module(self.train_x)
-        sums = data_sums(
-            self.covar_module, self.inducing_points, chol, self.train_x, targets, self._noise, self.chunk_size
-        )
-        posterior = chol, whitened_from_gram(sums.gram, sums.linear)
-        self._posterior_cache = [tensor.detach().clone() for tensor in current], posterior
+        chol = inducing_cholesky(kernel, z, self.jitter_val)
+        dtype = precision or sufficient_precision(chol, noise, self.train_y.dtype)
+        targets = (self.train_y - self.mean_module(self.train_x)).to(dtype)
+        sums = data_sums(kernel, z, chol, self.train_x, targets, noise.to(dtype), self.chunk_size)
+        posterior = chol, whitened_from_gram(sums.gram, sums.linear).to(dtype)
+        self._posteriors[precision] = [tensor.detach().clone() for tensor in current], posterior
         return posterior
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> MultivariateNormal:
         """The latent predictive distribution, in diagonal form; needs no pass over the data the second time."""
+        check_inputs(x, self.train_x.size(-1))
+        raise_if_not_finite(x)
         chol, q = self._posterior()
-        q = Whitened(q.mean.to(x.dtype), q.root.to(x.dtype))  # type: ignore[union-attr]
-        covariance, variance = _covariances(self.covar_module)
-        means, variances = [], []
+        covariance, variance = covariances(self.covar_module, q.mean.dtype)
+        means, variances = x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1])
         for rows in chunks(x.size(-2), self.chunk_size):
-            projection = project(chol, covariance(self.inducing_points, x[rows]))
-            means.append(self.mean_module(x[rows]) + projected_mean(projection, q))
-            residual = residual_variance(variance(x[rows]), projection)
-            variances.append(explained_variance(projection, q) + residual)
-        return MultivariateNormal(torch.cat(means), DiagLinearOperator(torch.cat(variances)))
+            points = x[..., rows, :]
+            projection = project(chol, covariance(self.inducing_points, points))
+            means[..., rows] = self.mean_module(points) + projected_mean(projection, q)
+            residual = residual_variance(variance(points), projection)
+            variances[..., rows] = explained_variance(projection, q) + residual
+        return MultivariateNormal(means, DiagLinearOperator(variances))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_posterior_cache": None}
+        return {**self.__dict__, "_posteriors": {}}

@@ -203,7 +203,7 @@ def diagnose(
         raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
     with temporary_mode(model, False):
-        latent = latent_gp(model)
+        latent = latent_gp(model, torch.float64)
         batch_shape = latent.projected(x[:1]).projection.shape[:-2] or latent.q.mean.shape[:-1]
         if batch_shape:
             raise ValueError(f"diagnose looks at one model at a time; this is a batch of {tuple(batch_shape)}.")

@@ -17,10 +17,12 @@ from gpytorch import Module, settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.means import Mean, ZeroMean
-from linear_operator.operators import MatmulLinearOperator, RootLinearOperator
+from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator, RootLinearOperator
 from torch import Tensor
 
+from ._checks import check_inputs, raise_if_not_finite
 from .bounds import log_penalty, optimal_scale, trace_penalty
+from .kernels.lowering import Covariances, sufficient_precision, unlowered_covariances
 from .linalg import cholesky, project, residual_variance
 from .moments import (
     Whitened,
@@ -32,6 +34,9 @@ from .moments import (
 )
 
 BOUNDS = ("tighter", "standard")
+
+# A label is an observation with noise of variance 1/weight.
+_LEAST_NOISE = 4.0
 
 
 def jaakkola_weight(xi: Tensor) -> Tensor:
@@ -245,8 +250,8 @@ class JaakkolaGPClassifier(Module):
         """
         if num_updates:
             self.update_xi(num_updates, tol=0.0)
-        projection, residual, mean = self._projected()
-        return jaakkola_bound(projection, residual, self.labels, self.xi, mean, bound=self.bound_name)
+        projection, residual, labels, xi, mean = self._problem()
+        return jaakkola_bound(projection, residual, labels, xi, mean, bound=self.bound_name).to(self.xi.dtype)
 
     @torch.no_grad()
     def update_xi(self, max_iter: int = 100, tol: float = 1e-6) -> JaakkolaGPClassifier:
@@ -255,13 +260,12 @@ class JaakkolaGPClassifier(Module):
         :param max_iter: Most updates.
         :param tol: Stop when no :math:`\xi_n` moves by more than this.
         """
-        projection, residual, mean = self._projected()
+        projection, residual, labels, xi, mean = self._problem()
         for _ in range(max_iter):
-            xi = optimal_xi(projection, residual, self.labels, self.xi, mean, bound=self.bound_name)
-            largest_move = (xi - self.xi).abs().max()
-            self.xi.copy_(xi)
-            if tol > 0 and largest_move <= tol:
+            before, xi = xi, optimal_xi(projection, residual, labels, xi, mean, bound=self.bound_name)
+            if tol > 0 and (xi - before).abs().max() <= tol:
                 break
+        self.xi.copy_(xi)
         return self
 
     def forward(self, x: Tensor) -> MultivariateNormal:
@@ -271,13 +275,18 @@ class JaakkolaGPClassifier(Module):
 
         :param x: ``... x N x D``; gradients flow into it.
         """
-        projection, _, mean = self._projected()
-        q = jaakkola_posterior(projection, self.labels, self.xi, mean)
-        new = self._project(x)
+        check_inputs(x, self.train_x.size(-1))
+        raise_if_not_finite(x)
+        projection, _, labels, xi, mean = self._problem()
+        q = jaakkola_posterior(projection, labels, xi, mean)
+        new, residual = self._projected(x)
         root = explained_root(new, q)
         assert root is not None
-        covar = self.covar_module(x) + MatmulLinearOperator(-new.mT, new) + RootLinearOperator(root.mT)
-        return MultivariateNormal(self.mean_module(x) + projected_mean(new, q), covar)
+        mean, root, narrow = (tensor.to(x.dtype) for tensor in (projected_mean(new, q), root, new))
+        left = self.covar_module(x) + MatmulLinearOperator(-narrow.mT, narrow)
+        if residual.dtype != x.dtype:
+            left = left + DiagLinearOperator(residual.to(x.dtype) - left.diagonal(dim1=-1, dim2=-2))
+        return MultivariateNormal(self.mean_module(x) + mean, left + RootLinearOperator(root.mT))
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> MultivariateNormal:
@@ -287,16 +296,24 @@ class JaakkolaGPClassifier(Module):
         """
         return self(x)
 
-    def _projected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """:math:`A`, :math:`d_n` and the prior mean at the training inputs."""
-        projection = self._project(self.train_x)
-        residual = residual_variance(self.covar_module(self.train_x, diag=True), projection)
-        return projection, residual, self.mean_module(self.train_x)
+    def _problem(self) -> tuple[Tensor, ...]:
+        """:math:`A`, :math:`d_n`, labels, :math:`\\xi` and the prior mean at the training inputs, in one precision."""
+        projection, residual = self._projected(self.train_x)
+        others = (self.labels, self.xi, self.mean_module(self.train_x))
+        return projection, residual, *(tensor.to(projection.dtype) for tensor in others)
 
-    def _project(self, x: Tensor) -> Tensor:
-        inducing = self.covar_module(self.inducing_points).add_jitter(self.jitter_val).to_dense()
-        factor = cholesky(inducing.type(settings._linalg_dtype_cholesky.value()), name="K_ZZ")
-        return project(factor, self.covar_module(self.inducing_points, x).to_dense())
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """:math:`A` and :math:`d_n`, in a precision that suffices for the noise that a label has at least."""
+        z = self.inducing_points
+        matrix = self._prior(torch.float64).covariance(z, z)
+        identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+        factor = cholesky(matrix + self.jitter_val * identity, name="K_ZZ")
+        prior = self._prior(sufficient_precision(factor, _LEAST_NOISE, x.dtype))
+        projection = project(factor, prior.covariance(z, x))
+        return projection, residual_variance(prior.variance(x), projection)
+
+    def _prior(self, precision: torch.dtype) -> Covariances:
+        return unlowered_covariances(self.covar_module, precision)
 
 
 def _signs(train_x: Tensor, train_y: Tensor, inducing_points: Tensor) -> Tensor:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from gpytorch import settings
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from ._checks import check_inputs, raise_if_not_finite
 from .collapsed import CollapsedGP
 from .kernels import TighterInducingPointKernel
+from .kernels.lowering import covariance_block, covariances, sufficient_precision
 from .likelihoods.properties import gaussian_noise, is_gaussian
-from .linalg import cholesky, project, residual_variance
+from .linalg import project, residual_variance
 from .moments import Whitened, explained_variance, optimal_whitened, projected_mean
-from .strategies._tighter_strategy import _TighterStrategy, check_inputs, raise_if_not_finite
+from .strategies._tighter_strategy import _TighterStrategy
 
 
 class Projected(NamedTuple):
@@ -36,6 +40,8 @@ class Projected(NamedTuple):
 class LatentGP:
     """The prior and the whitened q of a model.
 
+    :param model: The model.
+    :param precision: In which kernel and projection are evaluated; default one that suffices for the model's own formula.
     :ivar Whitened q: q(w).
     :ivar float data_jitter: What the model's own predictive variance has on top of the formula's.
     """
@@ -64,24 +70,27 @@ class LatentGP:
 class UncollapsedLatentGP(LatentGP):
     """View on an :class:`~gpytorch.models.ApproximateGP` with a strategy of this package."""
 
-    def __init__(self, model: ApproximateGP) -> None:
-        self.strategy = tighter_strategy(model)
+    def __init__(self, model: ApproximateGP, precision: torch.dtype | None = None) -> None:
+        self.strategy, self.precision = tighter_strategy(model), precision
         self.q = self.strategy.whitened()
         self.data_jitter = self.strategy.jitter_val
 
     def projected(self, x: Tensor) -> Projected:
-        mean, projection, prior_variance = self.strategy.projected(x)
+        mean, projection, prior_variance = self.strategy.projected(x, self.precision)
         return Projected(mean, projection, residual_variance(prior_variance, projection))
 
     def covariance(self, x1: Tensor, x2: Tensor) -> Tensor:
-        covar = self.strategy.model.forward(torch.cat([x1, x2], dim=-2)).lazy_covariance_matrix
-        return covar[..., : x1.size(-2), x1.size(-2) :].to_dense()
+        inputs = x1 if x1 is x2 else torch.cat([x1, x2], dim=-2)
+        covar = self.strategy.model.forward(inputs).lazy_covariance_matrix
+        rows = slice(None, x1.size(-2))
+        columns = rows if x1 is x2 else slice(x1.size(-2), None)
+        return covariance_block(covar, rows, columns, self.precision or x1.dtype)
 
 
 class CollapsedLatentGP(LatentGP):
     """View on an :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`."""
 
-    def __init__(self, model: ExactGP) -> None:
+    def __init__(self, model: ExactGP, precision: torch.dtype | None = None) -> None:
         kernel = getattr(model, "covar_module", None)
         if not isinstance(kernel, TighterInducingPointKernel):
             raise TypeError(
@@ -89,45 +98,55 @@ class CollapsedLatentGP(LatentGP):
                 f"got {type(kernel).__name__}."
             )
         self.model, self.kernel, self.data_jitter = model, kernel, 0.0
-        # Not the kernel's own, which eval mode caches with the graph, or lack of one, of its first caller.
-        matrix = kernel.base_kernel(kernel.inducing_points).add_jitter(kernel.jitter_val).to_dense()
-        self._chol = cholesky(matrix, name="K_ZZ")
         (self.train_x,), y = model.train_inputs, model.train_targets
-        train = self.projected(self.train_x)
         self.noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:])
-        self.q = optimal_whitened(train.projection, y - train.mean, self.noise.expand_as(y))
+        self._chol = kernel.inducing_cholesky()
+        self._prior = kernel.prior(precision or sufficient_precision(self._chol, self.noise, y.dtype))
+        train = self.projected(self.train_x)
+        targets, noise = (values.to(train.projection.dtype) for values in (y - train.mean, self.noise.expand_as(y)))
+        self.q = optimal_whitened(train.projection, targets, noise)
 
-    def _active(self, x: Tensor) -> Tensor:
-        return x if self.kernel.active_dims is None else x.index_select(-1, self.kernel.active_dims)
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The prior mean, and what the kernel sees: the inputs after any feature extractor and selection of dimensions."""
+        with settings.lazily_evaluate_kernels(True):
+            prior = self.model.forward(x)
+        covar = prior.lazy_covariance_matrix
+        if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not self.kernel:
+            raise TypeError(
+                "forward of a collapsed model must return the covariance of its covar_module as it is; "
+                f"got {type(covar).__name__}."
+            )
+        return prior.mean, covar.x1
 
     def projected(self, x: Tensor) -> Projected:
         check_inputs(x, self.train_x.size(-1))
         raise_if_not_finite(x)
-        base, active = self.kernel.base_kernel, self._active(x)
-        projection = project(self._chol, base(self.kernel.inducing_points, active).to_dense())
-        return Projected(self.model.forward(x).mean, projection, residual_variance(base(active, diag=True), projection))
+        mean, inputs = self._inputs(x)
+        projection = project(self._chol, self._prior.covariance(self.kernel.inducing_points, inputs))
+        return Projected(mean, projection, residual_variance(self._prior.variance(inputs), projection))
 
     def covariance(self, x1: Tensor, x2: Tensor) -> Tensor:
-        return self.kernel.base_kernel(self._active(x1), self._active(x2)).to_dense()
+        first = self._inputs(x1)[1]
+        return self._prior.covariance(first, first if x1 is x2 else self._inputs(x2)[1])
 
 
 class ChunkedLatentGP(LatentGP):
     """View on a :class:`~tighter_gp.CollapsedGP`."""
 
-    def __init__(self, model: CollapsedGP) -> None:
+    def __init__(self, model: CollapsedGP, precision: torch.dtype | None = None) -> None:
         self.model, self.data_jitter = model, 0.0
-        self._chol, self.q = model._posterior()
+        self._chol, self.q = model._posterior(precision)
+        self._prior = covariances(model.covar_module, self.q.mean.dtype)
         self.train_x, self.noise = model.train_x, model._noise
 
     def projected(self, x: Tensor) -> Projected:
         check_inputs(x, self.train_x.size(-1))
         raise_if_not_finite(x)
-        kernel = self.model.covar_module
-        projection = project(self._chol, kernel(self.model.inducing_points, x).to_dense())
-        return Projected(self.model.mean_module(x), projection, residual_variance(kernel(x, diag=True), projection))
+        projection = project(self._chol, self._prior.covariance(self.model.inducing_points, x))
+        return Projected(self.model.mean_module(x), projection, residual_variance(self._prior.variance(x), projection))
 
     def covariance(self, x1: Tensor, x2: Tensor) -> Tensor:
-        return self.model.covar_module(x1, x2).to_dense()
+        return self._prior.covariance(x1, x2)
 
 
 def tighter_strategy(model: Any) -> _TighterStrategy:
@@ -141,11 +160,11 @@ def tighter_strategy(model: Any) -> _TighterStrategy:
     return strategy
 
 
-def latent_gp(model: Any) -> LatentGP:
+def latent_gp(model: Any, precision: torch.dtype | None = None) -> LatentGP:
     """The view that fits the model; call it in eval mode."""
     if isinstance(model, CollapsedGP):
-        return ChunkedLatentGP(model)
-    return CollapsedLatentGP(model) if isinstance(model, ExactGP) else UncollapsedLatentGP(model)
+        return ChunkedLatentGP(model, precision)
+    return (CollapsedLatentGP if isinstance(model, ExactGP) else UncollapsedLatentGP)(model, precision)
 
 
 def require_gaussian(likelihood: Any, what: str) -> None:

@@ -108,7 +108,7 @@ def predict(
     means = variances = x.new_empty(0)
     clamped = 0
     with temporary_mode(model, False):
-        latent = latent_gp(model)
+        latent = latent_gp(model, None if last_term == "drop" else torch.float64)
         training = None
         if last_term != "drop":
             training = _training_points(latent, likelihood, train_x, noise)
@@ -117,10 +117,9 @@ def predict(
             points = latent.projected(x[..., rows, :])
             mean, variance = latent.moments(points)
             if training is not None:
-                reduction = reduce(x[..., rows, :], points)
-                residual = points.residual.double() - reduction
+                residual = points.residual - reduce(x[..., rows, :], points)
                 clamped += int((residual < 0).sum()) if last_term == "diagonal" else 0
-                variance = variance - (points.residual.double() - residual.clamp_min(0.0)).to(variance.dtype)
+                variance = variance - (points.residual - residual.clamp_min(0.0))
             if rows.start == 0:
                 # Made at once: results kept chunk by chunk would lie between the large arrays and fragment the memory.
                 means, variances = (x.new_empty(*moment.shape[:-1], x.size(-2)) for moment in (mean, variance))
@@ -157,15 +156,15 @@ def _training_points(
             require_gaussian(likelihood, "predict with conditional='optimal'")
             kwargs = {} if noise is None else {"noise": noise}
             variances = gaussian_noise(likelihood, points.mean.shape[:-1], points.mean.shape[-1:], **kwargs)
-    residual = points.residual.double()
+    residual = points.residual
     if variances is not None:
-        variances = variances.double().expand_as(residual)
+        variances = variances.to(residual.dtype).expand_as(residual)
         scale = optimal_scale(residual, variances.reciprocal())
     else:
         assert conditional is not None
         rows = torch.arange(train_x.size(-2), device=train_x.device)
-        scale = conditional.scale(points.residual, index=rows).double()
-    return _Training(train_x, points.projection.double(), residual, scale, variances)
+        scale = conditional.scale(residual, index=rows).to(residual.dtype)
+    return _Training(train_x, points.projection, residual, scale, variances)
 
 
 class _Reducer:
@@ -193,7 +192,7 @@ class _Reducer:
         if self.last_term in ("exact", "optimal"):
             covariance = self.latent.residual_covariance(
                 training.x, training.x, training.projection, training.projection
-            ).double()
+            )
             if self.last_term == "exact":
                 self.root = _inverse_root(covariance, training.noise)
             else:
@@ -203,7 +202,7 @@ class _Reducer:
 
     def __call__(self, x: Tensor, points: Projected) -> Tensor:
         training = self.training
-        cross = self.latent.residual_covariance(training.x, x, training.projection, points.projection.double())
+        cross = self.latent.residual_covariance(training.x, x, training.projection, points.projection)
         if self.last_term == "optimal":
             return solve_lower(self.factor, cross).square().sum(-2)
         if self.last_term == "diagonal":
@@ -228,7 +227,7 @@ class _Reducer:
         x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))
         projection = training.projection.expand(*batch, *training.projection.shape[-2:])
         projection = projection.gather(-1, nearest.unsqueeze(-2).expand(*batch, projection.size(-2), self.local))
-        covariance = self.latent.residual_covariance(x, x, projection, projection).double()
+        covariance = self.latent.residual_covariance(x, x, projection, projection)
         noise = None if training.noise is None else gather(training.noise)
         own = gather(cross.movedim(-1, 0)).unsqueeze(-1)
         reduction = _quadratic(_inverse_root(covariance, noise), own, gather(training.scale), noise)

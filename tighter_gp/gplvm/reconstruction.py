@@ -58,6 +58,11 @@ def _check_latents(model: Any, x: Normal | Tensor, num_samples: int) -> int:
     return shape[0]
 
 
+def _entries(model: Any, num_rows: int) -> Tensor:
+    """Room for a value an entry, ``B x P``."""
+    return model.variational_strategy.inducing_points.new_empty(num_rows, model.num_outputs)
+
+
 @torch.no_grad()
 def reconstruct(
     model: Any,
@@ -82,7 +87,7 @@ def reconstruct(
     """
     num_rows = _check_latents(model, x, num_samples)
     num_samples = 1 if isinstance(x, Tensor) else num_samples
-    means, variances = [], []
+    means, variances = (_entries(model, num_rows) for _ in range(2))
     with temporary_mode(model, False):
         for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
@@ -90,9 +95,9 @@ def reconstruct(
             # Draws of x, and of f where the likelihood has no closed marginal, are one mixture.
             shape = (-1, model.num_outputs, points.size(0), points.size(1))
             mean, variance = (moment.reshape(shape).movedim(-2, 1).flatten(0, 1) for moment in (q_y.mean, q_y.variance))
-            means.append(mean.mean(0).mT)
-            variances.append((variance.mean(0) + mean.var(0, correction=0)).mT)
-    return Reconstruction(torch.cat(means), torch.cat(variances))
+            means[rows] = mean.mean(0).mT
+            variances[rows] = (variance.mean(0) + mean.var(0, correction=0)).mT
+    return Reconstruction(means, variances)
 
 
 @torch.no_grad()
@@ -126,7 +131,7 @@ def log_density(
     if targets.size(0) != num_rows:
         raise ValueError(f"There are {targets.size(0)} rows of data for {num_rows} latents.")
     num_samples = 1 if isinstance(x, Tensor) else num_samples
-    values = []
+    values = _entries(model, num_rows)
     with temporary_mode(model, False):
         for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
@@ -134,5 +139,5 @@ def log_density(
             repeated = targets[rows].mT.repeat(1, num_samples)
             value = where_observed(model.likelihood.log_marginal, repeated, q_f)
             value = value.reshape(model.num_outputs, num_samples, -1).logsumexp(1) - math.log(num_samples)
-            values.append(value.mT)
-    return torch.where(torch.isnan(targets), torch.full_like(targets, torch.nan), torch.cat(values))
+            values[rows] = value.mT
+    return torch.where(torch.isnan(targets), torch.full_like(targets, torch.nan), values)

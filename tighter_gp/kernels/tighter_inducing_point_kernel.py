@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpytorch import settings
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import InducingPointKernel, Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
 from gpytorch.mlls import AddedLossTerm
+from gpytorch.models.exact_prediction_strategies import SGPRPredictionStrategy
 from linear_operator import LinearOperator
+from linear_operator.operators import (
+    DiagLinearOperator,
+    LowRankRootAddedDiagLinearOperator,
+    LowRankRootLinearOperator,
+    MatmulLinearOperator,
+)
 from torch import Tensor
 
 from .._checks import same_values
@@ -20,7 +28,8 @@ from ..blocks import Blocks
 from ..bounds import block_penalty, log_penalty, spherical_penalty
 from ..conditionals import ResidualBlocks
 from ..likelihoods.properties import is_gaussian
-from ..linalg import cholesky
+from ..linalg import cholesky, project
+from .lowering import Covariances, sufficient_precision, unlowered_covariances
 
 BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
 _PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"spherical": spherical_penalty, "tighter": log_penalty}
@@ -59,7 +68,88 @@ class BlockAddedLossTerm(AddedLossTerm):
 
     def loss(self, *params: Any) -> Tensor:
         noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
-        return -block_penalty(self.blocks.covariance, noise[..., self.blocks.rows.clamp_min(0)])
+        noise_in_blocks = noise[..., self.blocks.rows.clamp_min(0)].to(self.blocks.covariance.dtype)
+        return -block_penalty(self.blocks.covariance, noise_in_blocks).to(noise.dtype)
+
+
+class WideRootLinearOperator(LowRankRootLinearOperator):
+    """What the inducing points explain, in a narrow precision: with noise added, it is solved and factorised in float64."""
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, DiagLinearOperator):
+            return WideAddedDiagLinearOperator(self, other)
+        return super().__add__(other)
+
+
+class WideAddedDiagLinearOperator(LowRankRootAddedDiagLinearOperator):
+    """See :class:`WideRootLinearOperator`."""
+
+    def _wide(self) -> LinearOperator:
+        root, noise = self._linear_op.root.to_dense(), self._diag_tensor.diagonal(dim1=-1, dim2=-2)
+        return LowRankRootLinearOperator(root.double()) + DiagLinearOperator(noise.double())
+
+    def _solve(self, rhs: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._wide()._solve(rhs.double()).to(rhs.dtype)
+
+    def _logdet(self) -> Tensor:
+        return self._wide()._logdet().to(self.dtype)
+
+
+class CurrentPredictionStrategy(SGPRPredictionStrategy):
+    """GPyTorch's predictions of SGPR, at the hyperparameters of the moment.
+
+    :class:`~gpytorch.models.ExactGP` keeps what it computed at the first prediction until the mode changes. This one counts
+    no training points, so that ExactGP slices none off and hands over the prior of training and test points together, as
+    the model has it at each call. The posterior is computed again unless that prior, noise and targets are what they were.
+    """
+
+    num_train = 0
+    _known: tuple[list[Tensor], SGPRPredictionStrategy] | None = None
+
+    def exact_prediction(
+        self, test_mean: Tensor, test_test_covar: LinearOperator, test_train_covar: LinearOperator | None = None
+    ) -> tuple[Tensor, LinearOperator]:
+        """Posterior mean and covariance of the test points.
+
+        :param test_mean: Prior mean of training and test points, ``... x (N + B)``.
+        :param test_test_covar: Their prior covariance, ``... x (N + B) x (N + B)``.
+        :param test_train_covar: Empty.
+        """
+        covar, num_train = test_test_covar.evaluate_kernel(), self.train_shape.numel()
+        train, test = (_at(covar, rows) for rows in (slice(num_train), slice(num_train, None)))
+        cross = MatmulLinearOperator(_root(test), _root(train).mT)
+        mean = test_mean[..., :num_train].unflatten(-1, self.train_shape)
+        posterior = self._posterior(type(self.train_prior_dist)(mean, train))
+        return posterior.exact_prediction(test_mean[..., num_train:], test, cross)
+
+    def _posterior(self, prior: MultivariateNormal) -> SGPRPredictionStrategy:
+        """GPyTorch's strategy, with what it has computed if it is for the same prior, noise and targets."""
+        fresh = SGPRPredictionStrategy(self.train_inputs, prior, self.train_labels, self.likelihood)
+        if torch.is_grad_enabled():
+            return fresh
+        covar = fresh.lik_train_train_covar
+        noise = covar._diag_tensor.diagonal(dim1=-1, dim2=-2)
+        current = [prior.mean, _root(covar), noise, self.train_labels]
+        if self._known is None or not all(map(same_values, self._known[0], current)):
+            self._known = [tensor.detach().clone() for tensor in current], fresh
+        return self._known[1]
+
+
+def _explained(root: Tensor, dtype: torch.dtype) -> LinearOperator:
+    """:math:`A^\\top A` in some precision, from the transpose of A in perhaps a wider one."""
+    return LowRankRootLinearOperator(root) if root.dtype == dtype else WideRootLinearOperator(root.to(dtype))
+
+
+def _root(covar: LinearOperator) -> Tensor:
+    """Transpose of A of a covariance that the kernel made."""
+    return (covar._linear_op if isinstance(covar, LowRankRootAddedDiagLinearOperator) else covar).root.to_dense()
+
+
+def _at(covar: LinearOperator, rows: slice) -> LinearOperator:
+    """Such a covariance at some of its points."""
+    if not isinstance(covar, LowRankRootAddedDiagLinearOperator):
+        return type(covar)(_root(covar)[..., rows, :])
+    return _at(covar._linear_op, rows) + DiagLinearOperator(covar._diag_tensor.diagonal(dim1=-1, dim2=-2)[..., rows])
 
 
 class TighterInducingPointKernel(InducingPointKernel):
@@ -82,7 +172,8 @@ class TighterInducingPointKernel(InducingPointKernel):
     ===============  ==================================================  ===================
 
     All are strict bounds on the evidence of the full data; there are no mini-batches. At the same hyperparameters all
-    predict the same.
+    predict the same. Predictions in eval mode follow every change of the model at once. Where float32 does not know the
+    residual variances to within the noise, they are computed in float64.
 
     :param base_kernel: The kernel to approximate.
     :param inducing_points: :math:`Z`, shape ``M x D``; a parameter.
@@ -132,55 +223,50 @@ class TighterInducingPointKernel(InducingPointKernel):
         self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val
 
-    @property
-    def _inducing_mat(self) -> Tensor:
-        cached = None if self.training else getattr(self, "_cached_kernel_mat", None)
-        if cached is not None:
-            return cached
-        matrix = self.base_kernel(self.inducing_points).add_jitter(self.jitter_val).to_dense()
-        if not self.training:
-            self._cached_kernel_mat = matrix
-        return matrix
+    def prior(self, precision: torch.dtype) -> Covariances:
+        """The base kernel as functions, evaluated in some precision."""
+        return unlowered_covariances(self.base_kernel, precision)
 
-    @property
-    def _inducing_inv_root(self) -> Tensor:
-        cached = None if self.training else getattr(self, "_cached_kernel_inv_root", None)
-        if cached is not None:
-            return cached
-        # A jitter of the scale of the kernel where one is needed; GPyTorch's is absolute.
-        chol = cholesky(self._inducing_mat, name="K_ZZ")
-        identity = torch.eye(chol.size(-1), dtype=chol.dtype, device=chol.device)
-        # From the left, as GPyTorch solves: the standard bound is then its own to the last bit.
-        root = torch.linalg.solve_triangular(chol.mT, identity, upper=True)
-        if not self.training:
-            self._cached_kernel_inv_root = root
-        return root
+    def inducing_cholesky(self) -> Tensor:
+        r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64, with a jitter of the kernel's scale where one is needed."""
+        matrix = self.prior(torch.float64).covariance(self.inducing_points, self.inducing_points)
+        identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+        return cholesky(matrix + self.jitter_val * identity, name="K_ZZ")
 
-    def _forget_if_changed(self) -> None:
-        """In eval mode: nothing is computed from hyperparameters that are no longer there, nor silently."""
-        current = [*self.base_kernel.parameters(), self.inducing_points, *self.likelihood.parameters()]
-        known = getattr(self, "_cached_for", None)
-        if known is not None and hasattr(self, "_cached_kernel_mat") and not all(map(same_values, known, current)):
-            self._clear_cache()
-            warnings.warn(
-                "Hyperparameters were changed in eval mode, and GPyTorch's ExactGP keeps what it computed for the old "
-                "ones: call model.train() and model.eval(), or predict with tighter_gp.predict(model, x).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._cached_for = [value.detach().clone() for value in current]
+    def _projection(self, x: Tensor) -> Tensor:
+        """Transpose of A, ``... x N x M``, in a precision that suffices for the bound."""
+        chol = self.inducing_cholesky()
+        noise = 0.0 if self.bound in ("block", "full") else getattr(self.likelihood, "noise", 0.0)
+        precision = sufficient_precision(chol, noise, x.dtype)
+        return project(chol, self.prior(precision).covariance(self.inducing_points, x)).mT
+
+    def _residual(self, x: Tensor, root: Tensor) -> Tensor:
+        """:math:`d_n` in the dtype of the inputs."""
+        variance = self.prior(root.dtype).variance(x)
+        return (variance - root.square().sum(-1)).clamp_min(0.0).to(x.dtype)
+
+    def _get_covariance(self, x1: Tensor, x2: Tensor) -> LinearOperator:
+        """As GPyTorch's, which evaluates in the precision of the inputs and keeps the factor in eval mode."""
+        root = self._projection(x1)
+        if not torch.equal(x1, x2):
+            return MatmulLinearOperator(root.to(x1.dtype), self._projection(x2).mT.to(x2.dtype))
+        covar = _explained(root, x1.dtype)
+        if self.training or settings.sgpr_diagonal_correction.off():
+            return covar
+        return covar + DiagLinearOperator(self._residual(x1, root))
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
-        if not self.training:
-            self._forget_if_changed()
-        covar = super().forward(x1, x2, diag=False, **kwargs)
-        if self.training and self.bound != "titsias":
-            self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(x1, covar))
+        if not self.training or self.bound == "titsias":
+            return super().forward(x1, x2, diag=diag, **kwargs)
+        if not torch.equal(x1, x2):
+            raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
+        root = self._projection(x1)
+        self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(x1, root))
+        covar = _explained(root, x1.dtype)
         return covar.diagonal(dim1=-1, dim2=-2) if diag else covar
 
-    def _penalty_term(self, x: Tensor, covar: LinearOperator) -> AddedLossTerm:
-        explained = covar.diagonal(dim1=-1, dim2=-2)
-        residual = (self.base_kernel(x, diag=True) - explained).clamp_min(0.0)
+    def _penalty_term(self, x: Tensor, root: Tensor) -> AddedLossTerm:
+        residual = self._residual(x, root)
         if self.bound in _PENALTIES:
             return CollapsedAddedLossTerm(residual, self.likelihood, _PENALTIES[self.bound])
         # The full bound is that of a single block.
@@ -188,27 +274,26 @@ class TighterInducingPointKernel(InducingPointKernel):
         blocks = Blocks(one) if self.bound == "full" else self.blocks
         if blocks is None:
             raise ValueError("bound='block' needs the labels of the training points: build the kernel with blocks=.")
-        root = covar.root.to_dense()  # transpose of A, ... x N x M
 
         def covariance(rows: Tensor) -> Tensor:
             # Blocks go in front of the kernel's own batch.
             points = x.expand(*root.shape[:-2], *x.shape[-2:])[..., rows, :].movedim(-3, 0)
             roots = root[..., rows, :]
-            return self.base_kernel(points).to_dense().movedim(0, -3) - roots @ roots.mT
+            return self.prior(root.dtype).covariance(points, points).movedim(0, -3) - roots @ roots.mT
 
         return BlockAddedLossTerm(blocks.residual_blocks(residual, covariance), residual.shape, self.likelihood)
 
+    def prediction_strategy(
+        self, train_inputs: Any, train_prior_dist: MultivariateNormal, train_labels: Tensor, likelihood: Likelihood
+    ) -> CurrentPredictionStrategy:
+        """What ExactGP predicts with."""
+        return CurrentPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TighterInducingPointKernel:
-        copied = self.__class__(
-            copy.deepcopy(self.base_kernel, memo),
-            self.inducing_points.detach().clone(),
-            copy.deepcopy(self.likelihood, memo),
-            self.active_dims,
-            bound=self.bound,
-            blocks=None if self.blocks is None else self.blocks.labels.clone(),
-            jitter_val=self.jitter_val,
-        )
+        """As of any module; GPyTorch's would share the likelihood."""
+        copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.inducing_points.requires_grad_(self.inducing_points.requires_grad)
-        copied.train(self.training)
+        # The terms of the last step have a graph, which cannot be copied.
+        state = {**self.__dict__, "_added_loss_terms": dict.fromkeys(self._added_loss_terms)}
+        copied.__dict__.update(copy.deepcopy(state, memo))
         return copied

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from gpytorch.distributions import Delta, Distribution, MultivariateNormal
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.mlls import AddedLossTerm
 from gpytorch.settings import _linalg_dtype_cholesky
 from gpytorch.variational import (
@@ -32,10 +31,10 @@ from linear_operator.operators import (
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
-from .._checks import checks_are_deferred, passed, same_values
+from .._checks import check_inputs, checks_are_deferred, passed, raise_if_not_finite, same_values
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
-from ..kernels.lowering import LoweredKernel, evaluate, lower
+from ..kernels.lowering import covariance_block, covers_rounding, evaluate, lower_lazy
 from ..linalg import cholesky, full_precision, project, reuse_cholesky
 from ..moments import Moments, Whitened, explained_root, fused_moments
 from ..operators import ResidualLinearOperator
@@ -311,8 +310,7 @@ class _TighterStrategy(VariationalStrategy):
 
     def _covers_rounding(self, inducing_covar: Tensor, dtype: torch.dtype) -> Tensor:
         """The same question for the values at hand: where a prior variance is in the hundreds, it does no longer."""
-        largest = inducing_covar.diagonal(dim1=-1, dim2=-2).amax()
-        return 8 * torch.finfo(dtype).eps * largest <= self.jitter_val
+        return covers_rounding(self.jitter_val, inducing_covar.diagonal(dim1=-1, dim2=-2), dtype)
 
     def _prior_blocks(
         self, x: Tensor, inducing_points: Tensor, precision: torch.dtype | None = None, **kwargs: Any
@@ -366,8 +364,10 @@ class _TighterStrategy(VariationalStrategy):
             matrix = self._jittered(prior.inducing_covar)
         return prior, self._checked_cholesky(matrix)
 
-    def _cached_prior(self, x: Tensor, inducing_points: Tensor, **kwargs: Any) -> tuple[PriorBlocks, Tensor]:
-        """The same for predictions, whose factors are cached."""
+    def _cached_prior(
+        self, x: Tensor, inducing_points: Tensor, precision: torch.dtype | None = None, **kwargs: Any
+    ) -> tuple[PriorBlocks, Tensor]:
+        """The same for predictions, whose factors are cached; in one precision, or in one that suffices."""
 
         def attempt(precision: torch.dtype | None) -> tuple[PriorBlocks, Tensor]:
             prior = self._prior_blocks(x, inducing_points, precision, **kwargs)
@@ -375,16 +375,21 @@ class _TighterStrategy(VariationalStrategy):
             return prior, self._factor(self._jittered(covar), covar.dtype, maker="lowered")
 
         try:
-            return attempt(None)
+            return attempt(precision)
         except _TooNarrowError:
             return attempt(_linalg_dtype_cholesky.value())
 
-    def projected(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`."""
+    def projected(
+        self, x: Tensor, precision: torch.dtype | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The prior mean at ``x``, the projection :math:`A` and the prior variance :math:`k_{nn}`.
+
+        :param precision: Of the last two; default one that suffices.
+        """
         self._check_shapes(x)
         raise_if_not_finite(x)
         x, inducing_points = self._expand_inputs(x, self.inducing_points)
-        prior, chol = self._cached_prior(x, self._all_points(inducing_points), **kwargs)
+        prior, chol = self._cached_prior(x, self._all_points(inducing_points), precision, **kwargs)
         return prior.mean, project(chol, prior.cross_covar), prior.data_variance
 
     def forward(
@@ -433,7 +438,8 @@ class _TighterStrategy(VariationalStrategy):
             batch = projection().shape[:-2]
             sets = x.expand(*batch, *x.shape[-2:])[..., rows, :].movedim(-3, 0)
             covar = self.model.forward(sets, **kwargs).lazy_covariance_matrix
-            covariance = dense_covariance(covar, prior.cross_covar.dtype).movedim(0, -3)
+            whole = slice(None)
+            covariance = covariance_block(covar, whole, whole, prior.cross_covar.dtype).movedim(0, -3)
             columns = projection()[..., rows].movedim(-2, -3)
             return covariance - columns.mT @ columns
 
@@ -530,14 +536,6 @@ class _TighterStrategy(VariationalStrategy):
             ) from None
 
 
-def check_inputs(x: Tensor, num_dims: int) -> None:
-    """Raise unless ``x`` can be inputs of a model on ``num_dims`` dimensions."""
-    if not torch.is_tensor(x) or not x.is_floating_point():
-        raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
-    if x.dim() < 2 or x.size(-1) != num_dims:
-        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
-
-
 def describe_hyperparameters(*modules: Any) -> str:
     """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
     described = []
@@ -554,28 +552,3 @@ def describe_hyperparameters(*modules: Any) -> str:
 def _negative_log_density(mean: Tensor) -> Tensor:
     """Minus the log density of the whitened prior."""
     return 0.5 * (mean.square() + math.log(2 * math.pi)).sum(-1)
-
-
-def raise_if_not_finite(x: Tensor) -> None:
-    if x.is_meta or bool(torch.isfinite(x).all()):
-        return
-    rows = int((~torch.isfinite(x)).any(-1).sum())
-    raise ValueError(f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them.")
-
-
-def lower_lazy(covar: LinearOperator) -> LoweredKernel | None:
-    """The lowered kernel of a lazily evaluated one, if it is of a common kind and compares the inputs with themselves."""
-    if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.x1 is not covar.x2:
-        return None
-    if covar.last_dim_is_batch or covar.params:
-        return None
-    return lower(covar.kernel, ignore_active_dims=True)
-
-
-def dense_covariance(covar: LinearOperator, dtype: torch.dtype) -> Tensor:
-    """A lazy covariance of inputs with themselves, evaluated in some precision."""
-    lowered = lower_lazy(covar)
-    if lowered is None:
-        return evaluate(covar, to_dense, dtype)
-    x = covar.x1.to(dtype)
-    return lowered.covariance([value.to(dtype) for value in lowered.values], x, x)
