@@ -47,13 +47,23 @@ TARGETS = {
 # Mutants that survive for a reason, given beside them: file, statement, expression, what replaces it.
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     # The weights of the two ends of a bracket steer the speed of a root search, which ends at the same root.
+    (
+        "conditionals.py",
+        "excess_above = torch.where(is_below, torch.where(stuck, 0.5, 1.0) * excess_above, value)",
+        "1.0",
+        "3.0",
+    ),
     *(
-        ("conditionals.py", f"excess_{end} = torch.where(is_below, {arguments})", *change)
-        for end, arguments in (
-            ("above", "torch.where(stuck, 0.5, 1.0) * excess_above, value"),
-            ("below", "value, torch.where(stuck, 0.5, 1.0) * excess_below"),
+        (
+            "conditionals.py",
+            "excess_below = torch.where(is_below, value, torch.where(stuck, 0.5, 1.0) * excess_below)",
+            *change,
         )
-        for change in (("1.0", "3.0"), ("0.5", "2.0"))
+        for change in (
+            ("1.0", "3.0"),
+            ("0.5", "2.0"),
+            ("torch.where(stuck, 0.5, 1.0) * excess_below", "torch.where(stuck, 0.5, 1.0) / excess_below"),
+        )
     ),
 )
 

@@ -964,6 +964,7 @@ def test_fantasies_are_those_of_svgp_on_the_union():
         model.likelihood = make_noise(0.1)
         torch.manual_seed(0)
         fantasy = model.eval().get_fantasy_model(new_x, new_y)
+        assert not any(inputs.requires_grad for inputs in fantasy.train_inputs)
         predictions.append(fantasy(j.p.x).mean)
     torch.testing.assert_close(*predictions)
 
@@ -1053,9 +1054,11 @@ def test_a_covariance_that_cannot_be_factorised_names_the_pair():
 
 def test_a_point_without_variance_is_not_taken_for_one_of_the_pair():
     j = Joint(36)
-    covariance = torch.eye(MU + MV)
+    covariance = torch.diag(torch.linspace(1.0, 9.0, MU + MV))
     covariance[0, 0] = 0.0
-    covariance[MU + 1, 2] = covariance[2, MU + 1] = 0.9
+    # The less correlated pair has the larger covariance.
+    covariance[MU + 2, MU + 1] = covariance[MU + 1, MU + 2] = 7.0
+    covariance[MU + 1, 2] = covariance[2, MU + 1] = 0.9 * (covariance[2, 2] * covariance[MU + 1, MU + 1]).sqrt()
     text = make_solve_gp(j.z, j.o, j.kernel).variational_strategy._describe_closest(covariance)
     assert text == "Most alike are inducing point 2 and orthogonal point 1, with prior correlation 0.9."
 

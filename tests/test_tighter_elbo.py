@@ -568,6 +568,14 @@ def test_a_likelihood_without_a_closed_form_under_optimal(likelihood):
     refused(TypeError, message, lambda: TighterELBO(likelihood(), model, N), model)
 
 
+def test_an_error_names_the_conditional_without_a_closed_form():
+    blocks = tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64))
+    for conditional, name in (("optimal", "^conditional='optimal' has"), (blocks, "^Blocks has")):
+        model = make_gp(P.z, conditional=conditional)
+        with pytest.raises(TypeError, match=f"{name} a closed form for Gaussian noise only"):
+            TighterELBO(BernoulliLikelihood(), model, N)
+
+
 BAD_TARGETS = {
     "column": (P.y.unsqueeze(-1), r"shape \(17,\) to fit q\(f\); got \(17, 1\).*squeeze a trailing dimension of one"),
     "row": (P.y.expand(3, N), r"shape \(17,\) to fit q\(f\); got \(3, 17\)"),

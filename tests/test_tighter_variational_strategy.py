@@ -182,6 +182,17 @@ def test_inference_mode_leaves_nothing_behind_that_autograd_cannot_use(form, fro
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
 
 
+@FORMS
+def test_inference_mode_leaves_nothing_behind_where_float32_is_computed_in_double(form):
+    model = gp(form).float().eval().requires_grad_(False)
+    model.variational_strategy.jitter_val = 1e-7
+    x = X_TEST.float()
+    with torch.inference_mode():
+        model(x)
+    gradient, expected = (gradients(m, x)[0] for m in (model, copy.deepcopy(model)))
+    torch.testing.assert_close(gradient, expected)
+
+
 def fresh(model):
     pass
 
