@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._checks import check_inputs, raise_if_not_finite, same_values
 from ._modes import chunks
-from .kernels.lowering import covariances, sufficient_precision
+from .kernels.precision import covariances, sufficient_precision
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .linalg import cholesky, project, residual_variance
 from .moments import Whitened, add_identity_cholesky, explained_variance, projected_mean, whitened_from_gram

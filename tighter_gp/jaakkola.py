@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._checks import check_inputs, raise_if_not_finite
 from .bounds import log_penalty, optimal_scale, trace_penalty
-from .kernels.lowering import Covariances, sufficient_precision, unlowered_covariances
+from .kernels.precision import Covariances, sufficient_precision, unlowered_covariances
 from .linalg import cholesky, project, residual_variance
 from .moments import (
     Whitened,

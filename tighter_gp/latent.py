@@ -17,7 +17,7 @@ from torch import Tensor
 from ._checks import check_inputs, raise_if_not_finite
 from .collapsed import CollapsedGP
 from .kernels import TighterInducingPointKernel
-from .kernels.lowering import covariance_block, covariances, sufficient_precision
+from .kernels.precision import covariance_block, covariances, sufficient_precision
 from .likelihoods.properties import gaussian_noise, is_gaussian
 from .linalg import project, residual_variance
 from .moments import Whitened, explained_variance, optimal_whitened, projected_mean

@@ -34,7 +34,8 @@ from torch import Tensor
 from .._checks import check_inputs, checks_are_deferred, passed, raise_if_not_finite, same_values
 from ..bounds import whitened_kl
 from ..conditionals import Conditional, make_conditional
-from ..kernels.lowering import covariance_block, covers_rounding, evaluate, lower_lazy
+from ..kernels.lowering import lower_lazy
+from ..kernels.precision import covariance_block, covers_rounding, evaluate
 from ..linalg import cholesky, full_precision, project, reuse_cholesky
 from ..moments import Moments, Whitened, explained_root, fused_moments
 from ..operators import ResidualLinearOperator
