@@ -46,6 +46,13 @@ TARGETS = {
 }
 # Mutants that survive for a reason, given beside them: file, statement, expression, what replaces it.
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    # What is made of the factor has a backward pass of its own, which gives it no gradient: a graph would only cost memory.
+    (
+        "strategies/_tighter_strategy.py",
+        "matrix = inducing_covar.detach().to(_linalg_dtype_cholesky.value(), copy=True)",
+        "inducing_covar.detach()",
+        "inducing_covar",
+    ),
     # The weights of the two ends of a bracket steer the speed of a root search, which ends at the same root.
     (
         "conditionals.py",

@@ -192,7 +192,7 @@ class SolveGPVariationalStrategy(_TighterStrategy):
                     "Fantasy models need a CholeskyVariationalDistribution for both q(u) and q(v); "
                     f"got {type(distribution).__name__}."
                 )
-        points, q = self._all_points(self.inducing_points).detach(), self.whitened()
+        points, q = self._all_points(self.inducing_points), self.whitened()
         joint = CholeskyVariationalDistribution(points.size(-2), self._variational_distribution.batch_shape).to(points)
         joint.variational_mean.data.copy_(q.mean)
         joint.chol_variational_covar.data.copy_(q.root)
