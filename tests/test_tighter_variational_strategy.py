@@ -182,6 +182,16 @@ def test_inference_mode_leaves_nothing_behind_that_autograd_cannot_use(form, fro
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar"])
+@pytest.mark.parametrize("diag", [True, False])
+def test_the_training_covariance_has_the_training_variance_on_its_diagonal(conditional, diag):
+    model = gp("cholesky", conditional=conditional).train()
+    covar = model(P.x, diag=diag).lazy_covariance_matrix
+    expected = covar.explained + covar.scale * covar.residual
+    torch.testing.assert_close(covar.diagonal(dim1=-1, dim2=-2), expected)
+    torch.testing.assert_close(covar.to_dense().diagonal(dim1=-1, dim2=-2), expected)
+
+
 @FORMS
 def test_inference_mode_leaves_nothing_behind_where_float32_is_computed_in_double(form):
     model = gp(form).float().eval().requires_grad_(False)
