@@ -29,6 +29,9 @@ from tighter_gp.training import distributed
 from .errors import UserError
 from .options import writable_folder
 
+# Flags whose values are folders of one machine.
+FOLDERS = ("--out", "--data-dir", "--peers-dir")
+
 # What tells one run from another.
 IDENTITY = ("experiment", "dataset", "split", "seed", "method", "num_inducing", "config")
 
@@ -226,9 +229,9 @@ def command(arguments: list[str]) -> str:
     """The command line without the folders of this machine."""
     kept, skip = [], False
     for argument in arguments:
-        if argument in ("--out", "--data-dir"):
+        if argument in FOLDERS:
             skip = True
-        elif skip or argument.startswith(("--out=", "--data-dir=")):
+        elif skip or argument.startswith(tuple(f"{flag}=" for flag in FOLDERS)):
             skip = False
         else:
             kept.append(argument)

@@ -304,7 +304,7 @@ def test_peak_memory_is_that_since_the_reset():
 
 
 def test_a_recorded_command_has_no_folders_of_the_machine():
-    given = ["uci", "--out", "some/where", "--epochs", "3", "--data-dir=else/where", "--resume"]
+    given = ["uci", "--out", "some/where", "--epochs", "3", "--data-dir=else/where", "--peers-dir", "x", "--resume"]
     assert runs.command(given) == "python -m benchmarks uci --epochs 3 --resume"
 
 
