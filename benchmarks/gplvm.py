@@ -125,8 +125,9 @@ def run(args: argparse.Namespace) -> None:
     session.plan(planned)
     figures, is_first = writable_folder(session.path.parent / "figures"), distributed.rank() == 0
     results = []
-    for one in planned if not args.resume else []:
-        session.forget(session.shared(one))
+    if not args.resume:
+        for one in planned:
+            session.forget(session.shared(one))
     for one in planned:
         drawn = (
             figures / f"gplvm_latents_{one['method']}_M{one['num_inducing']}.png"

@@ -15,6 +15,12 @@ from torch import Tensor
 # What a step may fail with; anything else is a mistake in the call.
 NUMERICAL_ERRORS = (NotPSDError, NanError, torch.linalg.LinAlgError)
 
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a message that quotes it; its kind if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 _deferred: ContextVar[list[Tensor] | None] = ContextVar("deferred", default=None)
 
 

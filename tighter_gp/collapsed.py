@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ._checks import check_inputs, raise_if_not_finite, same_values
 from ._modes import chunks
-from .kernels.precision import covariances, sufficient_precision
+from .kernels.precision import covariances, inducing_cholesky, sufficient_precision
 from .likelihoods.properties import gaussian_noise, is_gaussian
-from .linalg import cholesky, project, residual_variance
+from .linalg import project, residual_variance
 from .moments import Whitened, add_identity_cholesky, explained_variance, projected_mean, whitened_from_gram
 
 BOUNDS = ("titsias", "spherical", "tighter")
@@ -77,7 +77,7 @@ def collapsed_bound(
     _check_bound(bound)
     _check_shapes(x, y, inducing_points)
     num_data, given = len(y), y.dtype
-    chol = inducing_cholesky(kernel, inducing_points, jitter_val)
+    chol = inducing_cholesky(covariances(kernel, torch.float64), inducing_points, jitter_val)
     precision = sufficient_precision(chol, noise, given)
     y, noise = y.to(precision), noise.expand(y.shape).to(precision)
     sums = data_sums(kernel, inducing_points, chol, x, y, noise, chunk_size)
@@ -105,13 +105,6 @@ def _check_shapes(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
         raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
     if inducing_points.dim() != 2 or inducing_points.size(-1) != x.size(-1):
         raise ValueError(f"Expected inducing points M x {x.size(-1)}, like x; got {tuple(inducing_points.shape)}.")
-
-
-def inducing_cholesky(kernel: Kernel, inducing_points: Tensor, jitter_val: float) -> Tensor:
-    r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64."""
-    matrix = covariances(kernel, torch.float64).covariance(inducing_points, inducing_points)
-    identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-    return cholesky(matrix + jitter_val * identity, name="K_ZZ")
 
 
 def data_sums(
@@ -259,7 +252,7 @@ class CollapsedGP(Module):
             known, posterior = self._posteriors[precision]
             if all(map(same_values, known, current)):
                 return posterior
-        chol = inducing_cholesky(kernel, z, self.jitter_val)
+        chol = inducing_cholesky(covariances(kernel, torch.float64), z, self.jitter_val)
         dtype = precision or sufficient_precision(chol, noise, self.train_y.dtype)
         targets = (self.train_y - self.mean_module(self.train_x)).to(dtype)
         sums = data_sums(kernel, z, chol, self.train_x, targets, noise.to(dtype), self.chunk_size)

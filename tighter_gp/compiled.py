@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ._checks import NUMERICAL_ERRORS, deferred_checks
+from ._checks import NUMERICAL_ERRORS, deferred_checks, first_line
 from .linalg import full_precision
 
 Graph = Callable[..., tuple[Tensor, ...]]
@@ -222,5 +222,4 @@ def _reason(error: Exception) -> str:
     torch_folder = str(Path(torch.__file__).parent)
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(torch_folder)]
     place = frames[-1]
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"{first_line} (in {place.name}, {Path(place.filename).name}:{place.lineno})"
+    return f"{first_line(error)} (in {place.name}, {Path(place.filename).name}:{place.lineno})"

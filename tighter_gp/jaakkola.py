@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ._checks import check_inputs, raise_if_not_finite
 from .bounds import log_penalty, optimal_scale, trace_penalty
-from .kernels.precision import Covariances, sufficient_precision, unlowered_covariances
-from .linalg import cholesky, project, residual_variance
+from .kernels.precision import Covariances, inducing_cholesky, sufficient_precision, unlowered_covariances
+from .linalg import project, residual_variance
 from .moments import (
     Whitened,
     add_identity_cholesky,
@@ -305,9 +305,7 @@ class JaakkolaGPClassifier(Module):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """:math:`A` and :math:`d_n`, in a precision that suffices for the noise that a label has at least."""
         z = self.inducing_points
-        matrix = self._prior(torch.float64).covariance(z, z)
-        identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-        factor = cholesky(matrix + self.jitter_val * identity, name="K_ZZ")
+        factor = inducing_cholesky(self._prior(torch.float64), z, self.jitter_val)
         prior = self._prior(sufficient_precision(factor, _LEAST_NOISE, x.dtype))
         projection = project(factor, prior.covariance(z, x))
         return projection, residual_variance(prior.variance(x), projection)

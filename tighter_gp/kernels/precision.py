@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from .._checks import passed
+from ..linalg import cholesky
 from .lowering import lower, lower_lazy
 
 
@@ -113,6 +114,18 @@ def unlowered_covariances(kernel: Kernel, dtype: torch.dtype) -> Covariances:
         lambda x1, x2: read(x1, None if x1 is x2 else x2, to_dense),
         lambda x: read(x, None, lambda covar: covar.diagonal(dim1=-1, dim2=-2)),
     )
+
+
+def inducing_cholesky(prior: Covariances, inducing_points: Tensor, jitter_val: float) -> Tensor:
+    r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)`, with a jitter of the kernel's scale where one is needed.
+
+    :param prior: A kernel in the precision of the factor.
+    :param inducing_points: :math:`Z`, shape ``... x M x D``.
+    :param jitter_val: :math:`\epsilon`.
+    """
+    matrix = prior.covariance(inducing_points, inducing_points)
+    identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    return cholesky(matrix + jitter_val * identity, name="K_ZZ")
 
 
 def covers_rounding(size: Tensor | float, variance: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,8 @@ from ..blocks import Blocks
 from ..bounds import block_penalty, log_penalty, spherical_penalty
 from ..conditionals import ResidualBlocks
 from ..likelihoods.properties import is_gaussian
-from ..linalg import cholesky, project
-from .precision import Covariances, sufficient_precision, unlowered_covariances
+from ..linalg import project
+from .precision import Covariances, inducing_cholesky, sufficient_precision, unlowered_covariances
 from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
 
 BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
@@ -146,9 +146,7 @@ class TighterInducingPointKernel(InducingPointKernel):
 
     def inducing_cholesky(self) -> Tensor:
         r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64, with a jitter of the kernel's scale where one is needed."""
-        matrix = self.prior(torch.float64).covariance(self.inducing_points, self.inducing_points)
-        identity = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-        return cholesky(matrix + self.jitter_val * identity, name="K_ZZ")
+        return inducing_cholesky(self.prior(torch.float64), self.inducing_points, self.jitter_val)
 
     def _projection(self, x: Tensor) -> Tensor:
         """Transpose of A, ``... x N x M``, in a precision that suffices for the bound."""

@@ -22,7 +22,7 @@ from gpytorch.models import ExactGP
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS
+from .._checks import NUMERICAL_ERRORS, first_line
 from .._modes import temporary_mode
 from ..compiled import CompiledStep
 from ..mlls import TighterELBO
@@ -376,7 +376,7 @@ class _Trainer:
 
         :param undo: Undoes the last update, if there is one, and says whether it did.
         """
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         self.failures, self.error = self.failures + 1, error
         if self.failures == 2 and undo is not None and undo():
             reason += " The last update was undone."
@@ -656,7 +656,7 @@ class _AdamStep:
         try:
             usable = bool(torch.isfinite(trainer.loss(batch)).all())
         except NUMERICAL_ERRORS as error:
-            usable, reason = False, str(error).partition("\n")[0] or type(error).__name__
+            usable, reason = False, first_line(error)
         if distributed.total(float(not usable), trainer.device) and self._undo():
             reason += " The last update was undone."
             trainer.history.skipped.append((trainer.history.steps - 1, reason))
