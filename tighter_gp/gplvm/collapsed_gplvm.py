@@ -11,6 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..maths.bounds import check_bound
 from ..strategies import TighterVariationalStrategy
 from .bayesian_gplvm import BayesianGPLVM
 from .collapsed import (
@@ -18,14 +19,14 @@ from .collapsed import (
     constant_scale_bound,
     gauss_hermite_nodes,
     sobol_nodes,
-    standard_bound,
     statistics,
     tighter_bound,
+    titsias_bound,
 )
 from .data import as_observed, check_columns, check_inducing_points, check_latent_dim
 from .latent_variables import VariationalLatents
 
-BOUNDS = ("tighter", "constant", "standard")
+BOUNDS = ("tighter", "constant", "titsias")
 
 # Up to two latent dimensions a product grid of this order, good to 1e-4 relative in the price; beyond, Sobol points.
 _GRID_ORDER = 20
@@ -48,7 +49,7 @@ class CollapsedBayesianGPLVM(Module):
         noise an output.
     :param covar_module: Default ``ScaleKernel(RBFKernel(ard_num_dims=Q))``.
     :param mask: True where observed, ``N x P``.
-    :param bound: ``"tighter"`` (TV-BGPLVM), ``"constant"`` (one scale a row) or ``"standard"`` (V-BGPLVM).
+    :param bound: ``"tighter"`` (TV-BGPLVM), ``"constant"`` (one scale per row) or ``"titsias"`` (V-BGPLVM).
     :param num_nodes: Sobol points.
     :param jitter_val: Added to :math:`K_{ZZ}`; default :class:`~gpytorch.settings.variational_cholesky_jitter`.
     :param seed: Seed of the Sobol points.
@@ -88,8 +89,7 @@ class CollapsedBayesianGPLVM(Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if bound not in BOUNDS:
-            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        check_bound(bound, BOUNDS)
         targets, observed = as_observed(targets, mask)
         check_columns(targets)
         if targets.size(0) != latents.num_data:
@@ -144,11 +144,11 @@ class CollapsedBayesianGPLVM(Module):
         )
 
     def forward(self) -> Tensor:
-        """The bound per datum: nats a row, summed over its outputs."""
+        """The bound per datum: nats per row, summed over its outputs."""
         problem = self.problem()
         kl = self.latents.kl_divergence().sum()
-        if self.bound == "standard":
-            value = standard_bound(problem, kl=kl)
+        if self.bound == "titsias":
+            value = titsias_bound(problem, kl=kl)
         elif self.bound == "constant":
             value = constant_scale_bound(problem, kl=kl)
         else:

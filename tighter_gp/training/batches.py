@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from .._checks import check_range
+from ..checks import check_range
 from . import distributed
 
 # Samplers whose length is not the number of points they visit, and where they have these points.

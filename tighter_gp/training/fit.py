@@ -22,11 +22,10 @@ from gpytorch.models import ExactGP
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS, first_line
-from .._modes import temporary_mode
+from ..checks import NUMERICAL_ERRORS, describe_hyperparameters, first_line
 from ..compiled import CompiledStep
 from ..mlls import TighterELBO
-from ..strategies._tighter_strategy import describe_hyperparameters
+from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
 from .batches import ArrayBatches, Batch, BatchSource, LoaderBatches, seed_of

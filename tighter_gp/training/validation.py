@@ -14,12 +14,11 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS
-from .._modes import temporary_mode
-from ..full_data import chunks
+from ..checks import NUMERICAL_ERRORS
 from ..likelihoods.properties import is_gaussian, observed
+from ..modes import chunks, temporary_mode
 from ..predictive import predict
-from ..strategies._tighter_strategy import _TighterStrategy
+from ..strategies import TighterStrategy
 from .batches import from_numpy
 
 HeldOut = tuple[Tensor, Tensor, dict[str, Any]]
@@ -48,7 +47,7 @@ def mean_nlpd(model: Any, likelihood: Likelihood, x: Tensor, y: Tensor, batch_si
     total, count = 0.0, 0
     # In training mode a sampled likelihood draws from the marginals of q(f), which is all a density a point needs.
     with temporary_mode(model, False), temporary_mode(likelihood, True):
-        if isinstance(model, ExactGP) or isinstance(getattr(model, "variational_strategy", None), _TighterStrategy):
+        if isinstance(model, ExactGP) or isinstance(getattr(model, "variational_strategy", None), TighterStrategy):
             q = predict(model, x, batch_size=batch_size)
             _check_shape(likelihood, y, q)
             return -float(likelihood.log_marginal(y, q, **kwargs).double().mean())
