@@ -37,6 +37,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Nats per point below which a difference between bounds is not worth acting on.
 _NEGLIGIBLE = 0.01
 
+# Error over standard deviation of the targets from which on a model has learnt the mean alone.
+_MEAN_ONLY = 0.98
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -59,6 +62,7 @@ class Diagnosis:
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
+    :ivar float misfit: Root mean squared error on the training targets, over their standard deviation.
 
     Example:
         >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
@@ -84,6 +88,7 @@ class Diagnosis:
     full: float | None
     evidence: float | None
     upper: float
+    misfit: float
 
     @property
     def advice(self) -> str:
@@ -96,6 +101,14 @@ class Diagnosis:
         correlated = None if self.full is None else self._per_point(self.full - self.tighter)
         unreachable = None if self.evidence is None or self.full is None else self._per_point(self.evidence - self.full)
         paid = self._per_point(self.nystrom - self.tighter)
+        if self.misfit >= _MEAN_ONLY:
+            yield (
+                f"The model has learnt the mean and no more: it misses the training targets by {self.misfit:.2f} of their "
+                "standard deviation. Scale the inputs to unit variance, start from lengthscales of the size of their "
+                "distances, such as tighter_gp.inducing.median_lengthscale, and train again; a tighter bound or more "
+                "inducing points change nothing before that."
+            )
+            return
         if self.mean_ratio < 2 * _NEGLIGIBLE:
             yield (
                 f"The inducing points explain nearly all of the prior variance (d/noise is {self.mean_ratio:.2g} on "
@@ -208,7 +221,7 @@ def diagnose(
         batch_shape = projector(x[:1]).matrix.shape[:-2] or posterior.q.mean.shape[:-1]
         if batch_shape:
             raise ValueError(f"diagnose looks at one model at a time; this is a batch of {tuple(batch_shape)}.")
-        base, upper, residual = _collapsed(posterior, likelihood, x, y, noise, batch_size)
+        base, upper, residual, misfit = _collapsed(posterior, likelihood, x, y, noise, batch_size)
         labels = _labels(posterior, x, blocks)
         block = None if labels is None else base - _block_penalty(posterior, x, noise, labels)
         full = evidence = None
@@ -238,13 +251,14 @@ def diagnose(
         full=_item(full),
         evidence=_item(evidence),
         upper=upper.item(),
+        misfit=misfit,
     )
 
 
 def _collapsed(
     posterior: Posterior, likelihood: Any, x: Tensor, y: Tensor, noise: Tensor, batch_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The log density under the explained prior, an upper bound on the evidence, and :math:`d_n`.
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    r"""The log density under the explained prior, an upper bound on the evidence, :math:`d_n`, and the relative error.
 
     The upper bound lowers :math:`(Q + D + \Sigma)^{-1}` to :math:`(Q + (1 + t)\Sigma)^{-1}`, with :math:`t` the trace of
     :math:`\Sigma^{-1/2} D \Sigma^{-1/2}`, and the determinant to that of :math:`Q + \Sigma`.
@@ -252,14 +266,15 @@ def _collapsed(
     gram, linear, residual = gathered(posterior.projector, x, y, noise, likelihood, batch_size)
     widths = torch.stack([torch.ones_like(residual.sum()), 1 + (residual / noise).sum()])  # 1 and 1 + t
     core = collapse(gram / widths.view(2, 1, 1), linear / widths.view(2, 1))
-    misfit = torch.zeros_like(widths)
+    misfit, squares = torch.zeros_like(widths), torch.zeros_like(widths)
     for rows in chunks(len(y), batch_size):
         points = posterior.projector(x[rows])
         left = (y[rows] - points.mean).double() - core.weights @ points.matrix
-        misfit = misfit + (left.square() / noise[rows]).sum(-1)
+        misfit, squares = misfit + (left.square() / noise[rows]).sum(-1), squares + left.square().sum(-1)
     quadratic = misfit / widths + core.weights.square().sum(-1)
     base, upper = collapsed_log_prob(quadratic, core.log_det[0], noise.log().sum(), len(y))
-    return base, upper, residual
+    spread = (y.double() - y.double().mean()).square().sum()
+    return base, upper, residual, (squares[0] / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().item()
 
 
 def _labels(posterior: Posterior, x: Tensor, blocks: Tensor | int | None) -> Tensor | None:

@@ -94,6 +94,11 @@ class CollapsedBayesianGPLVM(Module):
         check_columns(targets)
         if targets.size(0) != latents.num_data:
             raise ValueError(f"There are {targets.size(0)} rows of data for {latents.num_data} latents.")
+        if not latents.prior.has_closed_form:
+            raise TypeError(
+                f"{type(latents.prior.distribution).__name__} has no closed-form KL divergence, so the bound would be random; "
+                "use a Gaussian prior here, or train BayesianGPLVM, which samples."
+            )
         latent_dim, num_outputs = latents.latent_dim, targets.size(-1)
         check_latent_dim(latent_dim, num_outputs)
         check_inducing_points(inducing_points, latent_dim)

@@ -212,7 +212,7 @@ class TighterStrategy(VariationalStrategy):
             precision=precision or (torch.float64 if wide else None),
             factorize=self.factorize,
             lower=lower,
-            cache=None if self.training else self._factor_cache,
+            cache=None if self.training or torch.jit.is_tracing() else self._factor_cache,
             owner=lambda: describe_hyperparameters(self.model),
             warned=self._warned,
         )
