@@ -10,7 +10,7 @@ from tighter_gp.maths.fused import fused_moments
 
 
 def _fused(*arguments):
-    return fused_moments(*arguments).moments
+    return fused_moments(*arguments)
 
 
 def inputs(num_inducing, num_data, kernel_batch=(), q_batch=(), kind="root"):

@@ -13,10 +13,10 @@ from torch.nn.functional import logsigmoid
 
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from tighter_gp.likelihoods.properties import (
-    _log_prob,
     gaussian_noise,
     is_gaussian,
     is_log_concave,
+    log_prob_of_samples,
     marginal_variance,
     observed,
 )
@@ -454,15 +454,15 @@ def test_softmax_log_probability_is_gpytorchs(mixing):
     likelihood = stock.SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=mixing)
     samples, labels = torch.randn(5, 4, 3), torch.tensor([0, 2, 1, 1])
     expected = likelihood.forward(samples).log_prob(labels)
-    torch.testing.assert_close(_log_prob(likelihood, labels, samples), expected)
+    torch.testing.assert_close(log_prob_of_samples(likelihood, labels, samples), expected)
 
 
 def test_softmax_with_another_number_of_functions_or_classes_is_refused():
     likelihood = stock.SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=False)
     with pytest.raises(ValueError, match="3 features for 2 latent functions"):
-        _log_prob(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 2))
+        log_prob_of_samples(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 2))
     with pytest.raises(ValueError, match=r"Labels must lie in 0\.\.2, as there are 3 classes; got values from 0 to 3"):
-        _log_prob(likelihood, torch.tensor([0, 3]), torch.randn(5, 2, 3))
+        log_prob_of_samples(likelihood, torch.tensor([0, 3]), torch.randn(5, 2, 3))
 
 
 def test_a_softmax_with_a_forward_of_its_own_is_asked():
@@ -471,5 +471,5 @@ def test_a_softmax_with_a_forward_of_its_own_is_asked():
             return torch.distributions.Categorical(logits=torch.zeros_like(function_samples))
 
     likelihood = Flat(num_features=3, num_classes=3, mixing_weights=False)
-    log_prob = _log_prob(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 3))
+    log_prob = log_prob_of_samples(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 3))
     torch.testing.assert_close(log_prob, torch.full((5, 2), -math.log(3)))

@@ -63,6 +63,17 @@ class ImplicitLinearOperator(LinearOperator):
     def detach(self) -> LinearOperator:
         return self._map(lambda tensor, _: tensor.detach())
 
+    def detach_(self) -> LinearOperator:
+        self._set_requires_grad(False)
+        return self
+
+    def _set_requires_grad(self, val: bool) -> None:
+        """From here on the matrix stands for itself, as a leaf."""
+        matrix = self.to_dense().detach().clone().requires_grad_(val)
+        self.dense, self.variance = lambda: matrix, matrix.diagonal(dim1=-1, dim2=-2)
+        self.__dict__.pop("whole", None)
+        self._args = (self.variance,)
+
     def clone(self) -> LinearOperator:
         return self._map(lambda tensor, _: tensor.clone())
 

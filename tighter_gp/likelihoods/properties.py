@@ -124,7 +124,7 @@ def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, *
         )
     if not is_sampled(likelihood):
         return likelihood.expected_log_prob(targets, q, **kwargs)
-    return _log_prob(likelihood, targets, place_samples(q, draw_samples(q)), **kwargs).mean(0)
+    return log_prob_of_samples(likelihood, targets, place_samples(q, draw_samples(q)), **kwargs).mean(0)
 
 
 def draw_samples(q: MultivariateNormal) -> Tensor:
@@ -151,7 +151,7 @@ def marginal_variance(q: MultivariateNormal) -> Tensor:
     return variance.clamp_min(settings.min_variance.value(variance.dtype))
 
 
-def _log_prob(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:
+def log_prob_of_samples(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:
     """:math:`\\log p(y \\mid f)` of samples of f."""
     softmax = likelihoods.SoftmaxLikelihood
     if not isinstance(likelihood, softmax) or type(likelihood).forward is not softmax.forward:
@@ -185,7 +185,7 @@ def sampled_curvature(
     """
     with torch.enable_grad():
         samples = samples.detach().requires_grad_()
-        log_prob = _log_prob(likelihood, targets, samples, **kwargs)
+        log_prob = log_prob_of_samples(likelihood, targets, samples, **kwargs)
         (slope,) = torch.autograd.grad(log_prob.sum(), samples, create_graph=True)
         # Points are independent, so one derivative of a sum gives a row of every point's matrix.
         parts = [slope] if num_tasks is None else slope.unbind(-1)

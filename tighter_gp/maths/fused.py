@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from .linalg import full_precision, project, solve_lower_transposed
 from .moments import Moments, Whitened, explained_root
 
-__all__ = ["FusedMoments", "factor_gradient", "fused_moments"]
+__all__ = ["factor_gradient", "fused_moments"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         if torch.compiler.is_compiling():
             return backward(ctx, *grads)
-        with torch.no_grad(), full_precision(next(grad.device.type for grad in grads if grad is not None)):
+        with torch.no_grad(), full_precision(grads[0].device.type):
             return backward(ctx, *grads)
 
     return checked
@@ -65,27 +65,14 @@ def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
     return _KnownFactor.apply(matrix, factor)
 
 
-class FusedMoments(NamedTuple):
-    r"""Moments, and the projection they were made from.
-
-    :param moments: The moments.
-    :param projection: :math:`A`, ``... x M x B``, without a graph.
-
-    Example:
-        >>> moments, projection = tighter_gp.maths.fused.fused_moments(
-        ...     torch.eye(1), torch.eye(1), torch.tensor([[0.5]]), torch.ones(1), tighter_gp.moments.Whitened(torch.ones(1))
-        ... )
-        >>> projection
-        tensor([[0.5000]])
-    """
-
-    moments: Moments
-    projection: Tensor
-
-
 def fused_moments(
-    inducing_covar: Tensor, chol: Tensor, cross: Tensor, prior_variance: Tensor, *parts: Whitened
-) -> FusedMoments:
+    inducing_covar: Tensor,
+    chol: Tensor,
+    cross: Tensor,
+    prior_variance: Tensor,
+    *parts: Whitened,
+    projection: Tensor | None = None,
+) -> Moments:
     r""":func:`~tighter_gp.maths.moments.svgp_moments` of :math:`L = \mathrm{chol}(K_{ZZ})` as one operation, for training.
 
     The inducing variables may come in independent parts, :math:`q(w) = \prod_i q(w_i)`, as in SOLVE-GP; then :math:`L` is
@@ -99,27 +86,28 @@ def fused_moments(
     :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param parts: The factors :math:`q(w_i)` in the order of the rows. Their batch may be larger than the kernel's, which
-        is then evaluated and projected once. Those that need no gradient cost none.
+        is then evaluated and projected once. Nothing is computed for a part that needs no gradient.
+    :param projection: :math:`A`, if it is known already.
 
     Example:
         >>> covar, cross = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
         >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> fused = tighter_gp.maths.fused.fused_moments(covar, torch.eye(2), cross, torch.ones(3), q)
-        >>> fused.moments.residual.sum().backward()
+        >>> moments = tighter_gp.maths.fused.fused_moments(covar, torch.eye(2), cross, torch.ones(3), q)
+        >>> moments.residual.sum().backward()
         >>> covar.grad.diagonal()
         tensor([1.2500, 0.2500])
     """
     tensors = [tensor for part in parts for tensor in part]
-    *moments, projection = _FusedMoments.apply(inducing_covar, chol, cross, prior_variance, *tensors)
-    return FusedMoments(Moments(*moments), projection)
+    if projection is None:
+        projection = project(chol, cross.detach())
+    return Moments(*_FusedMoments.apply(inducing_covar, chol, cross, prior_variance, projection, *tensors))
 
 
 class _FusedMoments(torch.autograd.Function):
     """See :func:`fused_moments`."""
 
     @staticmethod
-    def forward(ctx, inducing_covar, chol, cross, prior_variance, *tensors):
-        projection = project(chol, cross)
+    def forward(ctx, inducing_covar, chol, cross, prior_variance, projection, *tensors):
         residual = prior_variance - projection.square().sum(-2)
         is_positive = residual >= 0
         mean = projection.new_zeros(())
@@ -137,19 +125,12 @@ class _FusedMoments(torch.autograd.Function):
                 kept.append(root)
         ctx.save_for_backward(chol, projection, is_positive, *kept, *tensors)
         ctx.shapes = inducing_covar.shape, cross.shape, prior_variance.shape
-        ctx.mark_non_differentiable(projection)
-        ctx.set_materialize_grads(False)  # zeros for the projection would be as large as itself
-        ctx.outputs = mean.shape, explained.shape, residual.shape
-        return mean, explained, residual.clamp_min_(0.0), projection
+        return mean, explained, residual.clamp_min_(0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
+    def backward(ctx, grad_mean, grad_explained, grad_residual):
         chol, projection, is_positive, *rest = ctx.saved_tensors
-        grad_mean, grad_explained, grad_residual = (
-            projection.new_zeros(shape) if gradient is None else gradient
-            for gradient, shape in zip(gradients[:3], ctx.outputs, strict=True)
-        )
         inducing_shape, cross_shape, variance_shape = ctx.shapes
         num_parts = len(rest) // 4
         kept, tensors = rest[:num_parts], rest[num_parts:]
@@ -160,7 +141,7 @@ class _FusedMoments(torch.autograd.Function):
         shared = grad_residual.sum_to_size(*projection.shape[:-2], grad_residual.size(-1))
         grad_projection = projection * (-2 * shared).unsqueeze(-2)
         grads: list[Tensor | None] = []
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         for i, ((rows, q), (target, _), keep) in enumerate(
             zip(_split(projection, tensors), _split(grad_projection, tensors), kept, strict=True)
         ):
@@ -194,6 +175,7 @@ class _FusedMoments(torch.autograd.Function):
             None,
             grad_cross.sum_to_size(cross_shape),
             grad_residual.sum_to_size(variance_shape),
+            None,
             *grads,
         )
 

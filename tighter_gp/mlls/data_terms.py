@@ -26,10 +26,11 @@ from ..likelihoods.properties import (
     is_sampled,
     observed,
     place_samples,
-    sampled_curvature,
     task_covariance,
 )
+from ..likelihoods.slopes import mean_curvature, sampled_log_prob
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
+from ..recording import is_recording
 from .wrapped import copied_dims, event_variance, pull_back, together, with_variance
 
 
@@ -111,7 +112,8 @@ def data_terms(
             variance = event_variance(with_variance(q, variance))
         log_prob = gaussian_expected_log_prob(target, q.mean, variance, noise)
     else:
-        log_prob = expected_log_prob(likelihood, target, with_variance(q, variance), **kwargs)
+        expectation = sampled_log_prob if is_recording() and is_sampled(likelihood) else expected_log_prob
+        log_prob = expectation(likelihood, target, with_variance(q, variance), **kwargs)
     # Copies of one function pay once.
     num_copies = math.prod(carrier.batch_shape[dim] for dim in copied)
     # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
@@ -137,15 +139,14 @@ def _curvature(
 
     if not is_sampled(likelihood):
         return by_derivative
-    draws, num_tasks = draw_samples(q), q.event_shape[1] if len(q.event_shape) > 1 else None
+    draws = draw_samples(q)
 
     def by_samples(scale: Tensor) -> Tensor:
-        samples = place_samples(with_variance(q, explained + scale * residual), draws)
-        matrix = sampled_curvature(likelihood, target, samples, num_tasks, **kwargs)
+        samples = place_samples(with_variance(q, explained + scale * residual), draws).detach()
+        curvature = mean_curvature(likelihood, target, q, samples, **kwargs)
         if correlates_tasks(q):
-            return pull_back(q, carrier, matrix, task_covariance)
-        diagonal = matrix if num_tasks is None else matrix.diagonal(dim1=-1, dim2=-2)
-        return pull_back(q, carrier, _masked(diagonal, mask))
+            return pull_back(q, carrier, curvature, task_covariance)
+        return pull_back(q, carrier, _masked(curvature, mask))
 
     return by_samples
 

@@ -19,10 +19,10 @@ from ..checks import check_inputs, describe_hyperparameters, raise_if_not_finite
 from ..conditionals import Conditional, make_conditional
 from ..maths.bounds import whitened_kl
 from ..maths.fused import fused_moments
-from ..maths.linalg import full_precision, solve_lower
+from ..maths.linalg import full_precision, project, solve_lower
 from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
-from ..recording import record
+from ..recording import announce, earlier_prior, record
 from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened
 
 
@@ -243,15 +243,20 @@ class TighterStrategy(VariationalStrategy):
         self, x: Tensor, *, diag: bool = True, index: Tensor | None = None, **kwargs: Any
     ) -> MultivariateNormal:
         """q(f) at some inputs; its covariance carries :math:`(s, d)`, and is computed when somebody asks for it."""
-        projector = self.projector(lower=self.training or not torch.is_grad_enabled())
-        prior, chol = projector.factorized(x, **kwargs)
+        # Another pass on the same inputs, with another q(u), has the projection of the one before.
+        (projector, prior, chol), matrix = (earlier_prior(self) if self.training else None) or (
+            self._project(x, **kwargs)
+        )
+        if self.training:
+            announce(self, prior.mean, matrix)
         parts = [q.to(prior.cross_covar.dtype) for q in self.whitened_parts()]
-        blocks = (prior.inducing_covar, chol, prior.cross_covar, prior.data_variance)
         if projector.lower:
-            moments, projection = fused_moments(*blocks, *parts)
-            record(self, projection, moments.mean, moments.explained)
+            blocks = (prior.inducing_covar, chol, prior.cross_covar, prior.data_variance)
+            moments = fused_moments(*blocks, *parts, projection=matrix)
         else:
             moments = projected_moments(projector.project(prior), prior.data_variance, *parts)
+        if self.training:
+            record(self, matrix, moments.mean, moments.explained, (projector, prior, chol))
         mean, explained, residual = (moment.to(prior.mean.dtype) for moment in moments)
         # GPyTorch adds the jitter to the data's diagonal too. It rides in s, so that all bounds pay the same for it.
         mean, explained = prior.mean + mean, explained + self.jitter_val
@@ -260,6 +265,12 @@ class TighterStrategy(VariationalStrategy):
             tensor if tensor.shape == shape else tensor.expand(shape) for tensor in (mean, explained, residual)
         )
         return MultivariateNormal(mean, self._carrier(projector, prior, explained, residual, index))
+
+    def _project(self, x: Tensor, **kwargs: Any) -> tuple[tuple[Projector, PriorBlocks, Tensor], Tensor]:
+        """The prior at ``x`` in blocks, and A without a graph."""
+        projector = self.projector(lower=self.training or not torch.is_grad_enabled())
+        prior, chol = projector.factorized(x, **kwargs)
+        return (projector, prior, chol), project(chol, prior.cross_covar.detach())
 
     def _carrier(
         self, projector: Projector, prior: PriorBlocks, explained: Tensor, residual: Tensor, index: Tensor | None
