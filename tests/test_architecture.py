@@ -19,24 +19,24 @@ PACKAGE = ROOT / "tighter_gp"
 
 # A module imports from rows above its own, or from its own subpackage.
 LAYERS = (
-    ("_checks", "_modes", "linalg"),
+    ("_checks", "_modes", "linalg", "quadrature"),
     ("moments",),
     ("bounds",),
     ("conditionals",),
-    ("likelihoods", "inducing"),
-    ("blocks", "operators"),
+    ("likelihoods", "inducing", "marginals"),
+    ("blocks", "operators", "predictive_distribution"),
     ("kernels",),
     ("collapsed", "jaakkola", "strategies"),
-    ("mlls",),
+    ("mlls", "models"),
     ("compiled", "latent"),
     ("full_data",),
     ("predictive",),
-    ("diagnostics",),
+    ("diagnostics", "export", "observations"),
     ("training",),
     ("gplvm",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_ONLY = ("linalg", "moments", "bounds")
+TORCH_ONLY = ("linalg", "quadrature", "moments", "bounds")
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp"}
 
 

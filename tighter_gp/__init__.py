@@ -22,7 +22,9 @@ from .full_data import evaluate_bound, set_optimal_q
 from .jaakkola import JaakkolaGPClassifier
 from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
+from .observations import predict_y
 from .predictive import predict
+from .predictive_distribution import PredictiveDistribution, distribution_of_y, log_density
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit
 
@@ -35,6 +37,7 @@ __all__ = [
     "Diagnosis",
     "JaakkolaGPClassifier",
     "PerPoint",
+    "PredictiveDistribution",
     "SolveGPVariationalStrategy",
     "TighterELBO",
     "TighterInducingPointKernel",
@@ -45,6 +48,7 @@ __all__ = [
     "conditionals",
     "diagnose",
     "diagnostics",
+    "distribution_of_y",
     "evaluate_bound",
     "fit",
     "gplvm",
@@ -52,8 +56,10 @@ __all__ = [
     "jaakkola",
     "likelihoods",
     "linalg",
+    "log_density",
     "moments",
     "predict",
+    "predict_y",
     "set_optimal_q",
     "training",
 ]
