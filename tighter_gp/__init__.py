@@ -10,6 +10,7 @@ from . import (
     jaakkola,
     likelihoods,
     linalg,
+    models,
     moments,
     training,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "likelihoods",
     "linalg",
     "log_density",
+    "models",
     "moments",
     "predict",
     "predict_y",
