@@ -24,7 +24,7 @@ LAYERS = (
     ("bounds",),
     ("conditionals",),
     ("likelihoods", "inducing", "marginals"),
-    ("blocks", "operators", "predictive_distribution"),
+    ("blocks", "operators", "plain_modules", "predictive_distribution"),
     ("kernels",),
     ("collapsed", "jaakkola", "strategies"),
     ("mlls", "models"),

@@ -19,6 +19,7 @@ from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CompiledStep
 from .conditionals import PerPoint
 from .diagnostics import Diagnosis, diagnose
+from .export import ExportedPredictor, export_predictor
 from .full_data import evaluate_bound, set_optimal_q
 from .jaakkola import JaakkolaGPClassifier
 from .kernels import TighterInducingPointKernel
@@ -36,6 +37,7 @@ __all__ = [
     "CollapsedGP",
     "CompiledStep",
     "Diagnosis",
+    "ExportedPredictor",
     "JaakkolaGPClassifier",
     "PerPoint",
     "PredictiveDistribution",
@@ -51,6 +53,7 @@ __all__ = [
     "diagnostics",
     "distribution_of_y",
     "evaluate_bound",
+    "export_predictor",
     "fit",
     "gplvm",
     "inducing",

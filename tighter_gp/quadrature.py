@@ -70,15 +70,18 @@ def log_expectation(log_function: Callable[[Tensor], Tensor], mean: Tensor, vari
     return log_integral(integrand, -reach, reach)
 
 
-def normal_rule(centre: float = 0.0, width: float = 0.5, num_nodes: int = 161) -> tuple[Tensor, Tensor]:
+def normal_rule(
+    centre: float = 0.0, width: float = 0.5, num_nodes: int = 161, reach: float = 37.0
+) -> tuple[Tensor, Tensor]:
     r"""Nodes and weights of a rule for :math:`\mathbb E_{\mathcal N(0, 1)}`, densest around one place.
 
     :param centre: Where the nodes are densest.
     :param width: How far around it.
     :param num_nodes: :math:`K`.
+    :param reach: How far the nodes go from zero; for a bounded function 9 will do.
     :return: Nodes and weights that sum to one, both of shape ``K``, in float64.
     """
-    first, last = (math.asinh((end - centre) / width) for end in (-37.0, 37.0))
+    first, last = (math.asinh((end - centre) / width) for end in (-reach, reach))
     places = torch.linspace(first, last, num_nodes, dtype=torch.float64)
     nodes = centre + width * torch.sinh(places)
     weights = torch.cosh(places) * torch.exp(-0.5 * nodes.square())
@@ -158,16 +161,19 @@ def solve_increasing(
             step = 2 * step
             end = torch.where(outside, end + sign * step, end)
             low, high = (end, high) if sign < 0 else (low, end)
-    y, tolerance = start.clamp(low, high), 4 * torch.finfo(start.dtype).eps
-    for iteration in range(300):
+    y, previous = start.clamp(low, high), torch.full_like(start, torch.inf)
+    for _ in range(200):
         value, slope = function(y)
-        low, high = torch.where(value < target, y, low), torch.where(value < target, high, y)
-        newton, middle = y - (value - target) / slope, (low + high) / 2
-        usable = (newton > low) & (newton < high) & (iteration % 4 != 3)
-        following = torch.where(usable, newton, middle)
-        done = (following - y).abs() <= tolerance * (scale + y.abs())
-        y = following
-        if bool((done | (high - low <= tolerance * (scale + y.abs()))).all()):
+        error = value - target
+        low, high = torch.where(error < 0, y, low), torch.where(error < 0, high, y)
+        newton = y - error / slope
+        # Halve the bracket where Newton's step leaves it, or where the last step gained little.
+        usable = (newton > low) & (newton < high) & (error.abs() < 0.5 * previous)
+        following = torch.where(usable, newton, (low + high) / 2)
+        done = ((following - y).abs() <= 1e-13 * (scale + y.abs())) | (error.abs() <= 1e-12)
+        following = torch.where(done, y, following)
+        y, previous = following, error.abs()
+        if bool(done.all()):
             break
     return y
 
@@ -179,6 +185,7 @@ def smallest_integer(function: Callable[[Tensor], Tensor], target: float, start:
     :param target: The value.
     :param start: Roughly where.
     """
+    target = target - 1e-12  # a value that is reached up to rounding is reached
     low, high = torch.full_like(start, -1), start.clamp_min(1).ceil()
     for _ in range(60):
         short = function(high) < target
