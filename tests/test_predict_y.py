@@ -581,3 +581,88 @@ def test_model_that_returns_no_distribution_is_refused():
         tighter_gp.predict_y(torch.nn.Linear(2, 1), make_noise(0.1), torch.randn(3, 2))
     with pytest.raises(ValueError, match="no test points"):
         tighter_gp.predict_y(regression_model(), make_noise(0.1), torch.randn(0, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of other likelihoods, batches, BoTorch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_classes_of_a_deep_gp():
+    model, x = two_layers(num_outputs=3).eval(), torch.randn(5, 3)
+    likelihood = likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+    y = tighter_gp.predict_y(model, likelihood, x, num_samples=300)
+    f = y._f
+    draws = f.mean + f.variance.sqrt() * torch.randn(500, *f.mean.shape)
+    close(y.probs, torch.softmax(draws, -1).mean((0, 1)), rtol=0, atol=0.02)
+    close(y.probs.sum(-1), 1.0)
+    close(y.log_prob(torch.tensor([0, 1, 2, 0, 1])).exp(), y.probs[torch.arange(5), [0, 1, 2, 0, 1]])
+    assert y.sample(4).shape == (4, 5)
+
+
+def test_outputs_of_a_deep_gp_are_scored_together():
+    model, x = two_layers(num_outputs=2).eval(), torch.randn(5, 3)
+    likelihood = likelihoods.MultitaskGaussianLikelihood(2, rank=1)
+    y = tighter_gp.predict_y(model, likelihood, x, num_samples=20)
+    targets = torch.randn(5, 2)
+    for point in range(5):
+        densities = [
+            stats.multivariate_normal(m.numpy(), c.numpy()).pdf(targets[point].numpy())
+            for m, c in zip(y._f.mean[:, point], y._f.covariance[:, point], strict=True)
+        ]
+        close(y.log_prob(targets)[point], np.log(np.mean(densities)))
+
+
+def test_quadrature_sites_of_a_dspp_have_their_weights():
+    class Layer(gpytorch.models.deep_gps.dspp.DSPPLayer):
+        def __init__(self, num_inputs, num_outputs):
+            shape = torch.Size([]) if num_outputs is None else torch.Size([num_outputs])
+            q = gpytorch.variational.CholeskyVariationalDistribution(4, batch_shape=shape)
+            strategy = tighter_gp.TighterVariationalStrategy(self, torch.randn(4, num_inputs), q)
+            super().__init__(strategy, num_inputs, num_outputs, num_quad_sites=3)
+            self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
+            self.covar_module = gpytorch.kernels.RBFKernel(batch_shape=shape)
+
+        def forward(self, x):
+            return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    class Model(gpytorch.models.deep_gps.dspp.DSPP):
+        def __init__(self):
+            super().__init__(3)
+            self.first, self.second = Layer(2, 2), Layer(2, None)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Model().eval()
+    y = tighter_gp.predict_y(model, make_noise(0.3), torch.randn(4, 2))
+    weights = torch.softmax(model.raw_quad_weights.detach(), 0)
+    close(y.mean, weights @ y._f.mean)
+
+
+def test_batch_of_models_is_scored_member_by_member():
+    mean, variance = torch.randn(2, 5), torch.rand(2, 5) + 0.1
+    q = MultivariateNormal(mean, DiagLinearOperator(variance))
+    for likelihood in (make_noise(0.3), PoissonLikelihood(), laplace()):
+        targets = torch.arange(5.0)
+        whole = tighter_gp.distribution_of_y(likelihood, q)
+        for member in range(2):
+            alone = tighter_gp.distribution_of_y(likelihood, q_of(mean[member], variance[member]))
+            close(whole.log_prob(targets)[member], alone.log_prob(targets))
+            close(whole.quantile(0.7)[member], alone.quantile(0.7))
+            close(whole.variance[member], alone.variance)
+
+
+@pytest.mark.filterwarnings("ignore")  # BoTorch's advice on transforms
+def test_inputs_of_a_botorch_model_are_transformed():
+    from botorch.models.approximate_gp import SingleTaskVariationalGP
+    from botorch.models.transforms import Normalize, Standardize
+
+    x = torch.rand(20, 2) * 50
+    model = SingleTaskVariationalGP(x, inducing_points=6, input_transform=Normalize(2)).eval()
+    y = tighter_gp.predict_y(model, model.likelihood, x[:7])
+    close(y.mean, model.posterior(x[:7]).mean.squeeze(-1).detach())
+    target = torch.randn(20, 1)
+    model = SingleTaskVariationalGP(x, target, inducing_points=6, outcome_transform=Standardize(1))
+    with pytest.raises(TypeError, match="transforms its targets"):
+        tighter_gp.predict_y(model, model.likelihood, x)

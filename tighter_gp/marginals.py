@@ -12,6 +12,7 @@ softmax, Dirichlet, others   draws of all functions of a point together: Sobol's
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -200,7 +201,7 @@ def _task_of_each_point(likelihood: Any, inputs: Tensor | None, tasks: Any, mean
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Marginal:
+class Marginal(ABC):
     """The distribution of y at a point by itself, given that of f.
 
     :param likelihood: The likelihood, in float64.
@@ -222,31 +223,22 @@ class Marginal:
         """p(y | f)."""
         return self.likelihood.forward(f, **self.arguments)
 
+    @abstractmethod
     def moments(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
         """Mean and variance of y."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_prob(self, f: FunctionValues, y: Tensor, observed: Tensor) -> Tensor:
         """Log density per point, joint over what is observed there."""
-        value = self.elementwise(f, y)
-        return torch.where(observed, value, 0.0).sum(-1) if f.is_several else value
 
-    def elementwise(self, f: FunctionValues, y: Tensor) -> Tensor:
-        """Log density of each entry by itself."""
-        raise NotImplementedError
-
+    @abstractmethod
     def distribution_function(self, f: FunctionValues, p: float) -> DistributionFunction | None:
         """Of each entry by itself, most accurate around its quantile ``p``; None if it must be sampled."""
-        raise NotImplementedError
 
     def around(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
         """Where to look for quantiles: a place and a distance."""
         mean, variance = self.moments(f)
         return mean, variance.sqrt()
-
-    def log_probs(self, f: FunctionValues) -> Tensor:
-        """Log probability of each class, ``... x C``."""
-        raise TypeError(f"{type(self.likelihood).__name__} has no classes, and so no probs; use mean and quantile.")
 
     def sample(self, f: FunctionValues) -> Tensor:
         """One draw of y."""
@@ -263,7 +255,7 @@ class GaussianMarginal(Marginal):
     def log_prob(self, f: FunctionValues, y: Tensor, observed: Tensor) -> Tensor:
         """By a Cholesky factor of the covariance of the observed tasks where they are correlated."""
         if f.covariance is None:
-            return super().log_prob(f, y, observed)
+            return _over_tasks(self.elementwise(f, y), f, observed)
         # A missing task becomes one of mean y and variance one that is independent of the others.
         both = observed.unsqueeze(-1) & observed.unsqueeze(-2)
         covariance = torch.where(both, f.covariance, torch.diag_embed((~observed).to(f.mean.dtype)))
@@ -307,7 +299,7 @@ class OneFunctionMarginal(Marginal):
     def log_prob(self, f: FunctionValues, y: Tensor, observed: Tensor) -> Tensor:
         """With draws of all functions of a point together where they are correlated."""
         if f.covariance is None:
-            return super().log_prob(f, y, observed)
+            return _over_tasks(self.elementwise(f, y), f, observed)
         nodes, weights = normal_draws(self.num_draws, f.mean.size(-1), self.seed)
         samples = f.place(_in_front(nodes, f))
         log_prob = torch.where(observed, self.conditional(samples).log_prob(y), 0.0).sum(-1)
@@ -589,6 +581,11 @@ def _density(conditional: Distribution, y: Tensor) -> Tensor:
 def _total_moments(conditional: Distribution, weights: Tensor) -> tuple[Tensor, Tensor]:
     mean = (weights * conditional.mean).sum(0)
     return mean, (weights * (conditional.variance + (conditional.mean - mean).square())).sum(0)
+
+
+def _over_tasks(log_prob: Tensor, f: FunctionValues, observed: Tensor) -> Tensor:
+    """Sum over the observed tasks, which are independent."""
+    return torch.where(observed, log_prob, 0.0).sum(-1) if f.is_several else log_prob
 
 
 def _in_front(nodes: Tensor, f: FunctionValues) -> Tensor:

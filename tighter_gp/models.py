@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, MaternKernel, ScaleKernel
@@ -48,15 +47,13 @@ class Regression(ApproximateGP):
         >>> model = tighter_gp.models.Regression(train_x, num_inducing=8)
         >>> history = tighter_gp.fit(model, model.likelihood, train_x, train_y, steps=3)
         >>> low, high = tighter_gp.predict_y(model, model.likelihood, test_x).interval(0.95)
-        >>> low.shape == test_y.shape
-        True
     """
 
     _make_likelihood: Callable[..., Likelihood] = GaussianLikelihood
 
     def __init__(
         self,
-        x: Tensor | np.ndarray | None = None,
+        x: Any = None,
         num_inducing: int = 256,
         *,
         inducing_points: Tensor | None = None,
@@ -141,15 +138,13 @@ def _points(x: Any, num_inducing: int, inducing_points: Tensor | None) -> Tensor
     if (x is None) == (inducing_points is None):
         raise TypeError("Give either training inputs, to place inducing points among, or inducing_points=.")
     points = torch.as_tensor(x if inducing_points is None else inducing_points)
-    points = points if points.is_floating_point() else points.to(torch.get_default_dtype())
-    points = points.unsqueeze(-1) if points.dim() == 1 else points
+    points = points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
     return kmeans(points, min(num_inducing, len(points))) if inducing_points is None else points.detach().clone()
 
 
 def _default_kernel(z: Tensor, batch_shape: torch.Size) -> Kernel:
     kernel = MaternKernel(1.5, ard_num_dims=z.size(-1), batch_shape=batch_shape).to(z)
-    if len(z) > 1:
-        spread = z.std(-2)
-        spread = torch.where(spread > 0, spread, spread.mean() if bool(spread.any()) else 1.0)
-        kernel.lengthscale = (math.sqrt(z.size(-1)) * spread).expand(*batch_shape, 1, -1)
+    spread = z.std(-2, correction=0)
+    spread = torch.where(spread > 0, spread, spread.mean() if bool(spread.any()) else 1.0)
+    kernel.lengthscale = (math.sqrt(z.size(-1)) * spread).expand(*batch_shape, 1, -1)
     return ScaleKernel(kernel, batch_shape=batch_shape)

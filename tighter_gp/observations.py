@@ -61,6 +61,7 @@ def predict_y(
     """
     check_arguments(likelihood, kwargs)
     like = _floating(model, likelihood)
+    x = x if isinstance(x, Tensor) else np.asarray(x)
     arguments = {name: _as_tensor(value, like) for name, value in kwargs.items()}
     num_points = x.shape[0] if len(x.shape) == 1 else x.shape[-2]
     for name, value in arguments.items():
@@ -106,6 +107,12 @@ def _function_distribution(model: Any, x: Tensor) -> MultivariateNormal:
     )
     if is_collapsed or isinstance(getattr(model, "variational_strategy", None), ours):
         return predict(model, x, batch_size=max(1, x.size(-2)))
+    if getattr(model, "outcome_transform", None) is not None:
+        raise TypeError(
+            "This model transforms its targets, and its likelihood is for the transformed ones; use its posterior."
+        )
+    if getattr(model, "input_transform", None) is not None:
+        x = model.transform_inputs(x)  # BoTorch's, which a call leaves out in eval mode
     q = model(x)
     if not isinstance(q, MultivariateNormal):
         raise TypeError(f"The model must return a MultivariateNormal in eval mode; got {type(q).__name__}.")

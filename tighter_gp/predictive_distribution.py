@@ -31,6 +31,7 @@ from .marginals import (
 from .quadrature import smallest_integer, solve_increasing
 
 _LARGEST = 2**22  # entries of one tensor on the way
+_NODES = 256  # of a rule, at most
 
 
 class PredictiveDistribution:
@@ -70,7 +71,9 @@ class PredictiveDistribution:
             f = _functions_last(f)
         self._f, self._arguments, self._weights = f, arguments or {}, weights
         self._batch_size, self._num_samples, self._seed = batch_size, num_samples, seed
-        self._likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
+        # Gaussian noise is in f already.
+        is_final = is_gaussian(likelihood)
+        self._likelihood = likelihood if is_final else copy.deepcopy(likelihood).double().requires_grad_(False)
         first = slice(0, min(1, f.mean.size(f.point_dim)))
         self._kind = type(self._marginal(first, f.rows(first).map(Tensor.double)))
 
@@ -82,21 +85,26 @@ class PredictiveDistribution:
 
     def _marginal(self, rows: slice, f: FunctionValues) -> Marginal:
         sliced = {name: _per_point(value, rows) for name, value in self._arguments.items()}
-        return make_marginal(self._likelihood, f, sliced, self._num_samples, self._seed)
+        return make_marginal(self._likelihood, f, sliced, self._num_draws, self._seed)
+
+    @property
+    def _num_draws(self) -> int:
+        """Draws per component of a mixture: its components are draws themselves."""
+        return self._num_samples if self._weights is None else max(16, self._num_samples // len(self._weights))
 
     @torch.no_grad()
     def _by_chunks(self, compute: Callable[[Marginal, FunctionValues, slice], Tensor], point_dim: int) -> Tensor:
         """Results of all chunks, joined along the dimension that counts the points."""
-        f, size = self._f, self._batch_size
-        if issubclass(self._kind, SeveralFunctionsMarginal):
-            size = max(1, min(size, _LARGEST // (self._num_samples * f.mean.size(-1))))
+        f, num_points = self._f, self._f.mean.size(self._f.point_dim)
+        nodes = self._num_draws if issubclass(self._kind, SeveralFunctionsMarginal) else _NODES
+        size = max(1, min(self._batch_size, _LARGEST * num_points // (nodes * max(1, f.mean.numel()))))
         results: Tensor | None = None
-        for rows in chunks(f.mean.size(f.point_dim), size):
+        for rows in chunks(num_points, size):
             part = f.rows(rows).map(Tensor.double)
             result = compute(self._marginal(rows, part), part, rows).to(f.mean.dtype)
             if results is None:
                 shape = list(result.shape)
-                shape[point_dim] = f.mean.size(f.point_dim)
+                shape[point_dim] = num_points
                 results = result.new_empty(shape)
             results.narrow(point_dim, rows.start, rows.stop - rows.start).copy_(result)
         return f.mean.new_empty(0) if results is None else results
@@ -222,9 +230,11 @@ class PredictiveDistribution:
             is missing altogether gives NaN.
         """
         y = self._targets(y)
-        dim = self._target_dim(y)
+        dim = self._target_dim
         observed = ~torch.isnan(y)
-        filled = torch.where(observed, y, y[observed][:1] if bool(observed.any()) else self._harmless(y))
+        if not bool(observed.any()):
+            return self._f.mean.new_full(y.shape[:-1] if dim == -2 else y.shape, torch.nan)
+        filled = torch.where(observed, y, y[observed][0])
         self._check_support(filled)
 
         def compute(marginal: Marginal, f: FunctionValues, rows: slice) -> Tensor:
@@ -248,8 +258,7 @@ class PredictiveDistribution:
         def compute(marginal: Marginal, f: FunctionValues, rows: slice) -> Tensor:
             return self._draw(marginal, f, num_samples)
 
-        has_tasks = self._point_dim == -2 and self._kind is not ClassesMarginal
-        return self._by_chunks(compute, -2 if has_tasks else -1)
+        return self._by_chunks(compute, self._target_dim)
 
     def _draw(self, marginal: Marginal, f: FunctionValues, num_samples: int) -> Tensor:
         if self._weights is None:
@@ -270,27 +279,18 @@ class PredictiveDistribution:
             return shape[:-1]
         return shape[:-1] + self._event_shape if self._kind is SeveralFunctionsMarginal else shape
 
-    def _target_dim(self, y: Tensor) -> int:
+    @property
+    def _target_dim(self) -> int:
+        """The dimension of the targets that counts the points, from the end."""
         return self._point_dim if self._kind is not ClassesMarginal else -1
 
     def _targets(self, y: Any) -> Tensor:
         y = torch.as_tensor(y, device=self._f.mean.device).double()
         wanted = self._y_shape
-        if not any(y.shape == wanted[skipped:] for skipped in range(max(1, len(wanted) + self._target_dim(y) + 1))):
+        if not any(y.shape == wanted[skipped:] for skipped in range(max(1, len(wanted) + self._target_dim + 1))):
             hint = " Squeeze its trailing dimension of one." if y.shape == (*wanted, 1) else ""
             raise ValueError(f"Targets must have shape {tuple(wanted)}; got {tuple(y.shape)}.{hint}")
         return y.expand(wanted)
-
-    def _harmless(self, y: Tensor) -> Tensor:
-        """A value that every likelihood takes, where all are missing."""
-        return y.new_full((), 0.0 if self._kind is not GaussianMarginal and self._is_integer else 0.5)
-
-    @functools.cached_property
-    def _is_integer(self) -> bool:
-        if self._is_binary or self._kind is ClassesMarginal:
-            return True
-        first = slice(0, min(1, self._f.mean.size(self._f.point_dim)))
-        return self._marginal(first, self._f.rows(first).map(Tensor.double)).is_discrete
 
     def _check_support(self, y: Tensor) -> None:
         """Raise for targets that the likelihood cannot have meant, with the values found."""
