@@ -22,7 +22,7 @@ LAYERS = (
     ("_checks", "_modes", "linalg", "quadrature"),
     ("moments",),
     ("bounds",),
-    ("conditionals",),
+    ("conditionals", "pointwise"),
     ("likelihoods", "inducing", "marginals"),
     ("blocks", "operators", "plain_modules", "predictive_distribution"),
     ("kernels",),

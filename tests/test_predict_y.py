@@ -18,7 +18,7 @@ import tighter_gp
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
 from .factories import make_gp, make_noise
-from .support import randomize_q
+from .support import LargestOutput, randomize_q
 from .test_deep_gp import two_layers
 from .test_wrappers import make_model
 
@@ -477,6 +477,17 @@ def test_chunks_arrays_and_memory_maps_give_the_same(tmp_path):
         close(y.mean, expected.mean.detach())
         close(y.variance, expected.variance.detach())
         assert not y.mean.requires_grad
+
+
+@pytest.mark.parametrize("make", [lambda: make_noise(0.3), student_t, PoissonLikelihood])
+def test_memory_is_the_answer_and_a_chunk(make):
+    model, num_points = regression_model(), 8_000
+    x = torch.randn(num_points, 2)
+    with LargestOutput() as seen:
+        y = tighter_gp.predict_y(model, make(), x, batch_size=50)
+        y.log_prob(torch.ones(num_points))
+        _ = y.mean, y.quantile(0.9)
+    assert seen.largest <= 2 * num_points  # mean and variance in one
 
 
 def test_one_dimensional_inputs():

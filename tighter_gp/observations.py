@@ -15,7 +15,7 @@ from torch import Tensor
 from ._modes import chunks, temporary_mode
 from .collapsed import CollapsedGP
 from .kernels import TighterInducingPointKernel
-from .marginals import FunctionValues, add_noise, function_values, is_gaussian
+from .pointwise import FunctionValues, add_noise, function_values, is_gaussian
 from .predictive import predict
 from .predictive_distribution import PredictiveDistribution, check_arguments
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy

@@ -18,16 +18,13 @@ from ._modes import chunks
 from .marginals import (
     BinaryMarginal,
     ClassesMarginal,
-    FunctionValues,
     GaussianMarginal,
     Marginal,
     SeveralFunctionsMarginal,
-    add_noise,
-    function_values,
-    is_gaussian,
     make_marginal,
     support,
 )
+from .pointwise import FunctionValues, add_noise, function_values, is_gaussian
 from .quadrature import smallest_integer, solve_increasing
 
 _LARGEST = 2**22  # entries of one tensor on the way
