@@ -24,8 +24,8 @@ ROOMS = {
     "prior": ("prior",),
     "family": ("carrier", "conditionals", "inducing", "likelihoods"),
     "models": ("collapsed", "kernels", "mlls", "strategies"),
-    "answers": ("compiled", "diagnostics", "full_data", "posterior", "predictive"),
-    "programs": ("gplvm", "training"),
+    "answers": ("diagnostics", "export", "full_data", "posterior", "predictions"),
+    "programs": ("compiled", "gplvm", "models", "training"),
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp"}

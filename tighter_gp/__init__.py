@@ -10,6 +10,7 @@ from . import (
     likelihoods,
     maths,
     mlls,
+    models,
     settings,
     training,
 )
@@ -17,11 +18,12 @@ from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CompiledStep
 from .conditionals import Blocks, PerPoint, blocks
 from .diagnostics import Diagnosis, diagnose
+from .export import ExportedPredictor, export_predictor
 from .full_data import evaluate_bound, set_optimal_q
 from .kernels import TighterInducingPointKernel
 from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
-from .predictive import predict
+from .predictions import PredictiveDistribution, distribution_of_y, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit
 
@@ -36,7 +38,9 @@ __all__ = [
     "CollapsedGP",
     "CompiledStep",
     "Diagnosis",
+    "ExportedPredictor",
     "PerPoint",
+    "PredictiveDistribution",
     "SolveGPVariationalStrategy",
     "TighterELBO",
     "TighterInducingPointKernel",
@@ -47,16 +51,21 @@ __all__ = [
     "conditionals",
     "diagnose",
     "diagnostics",
+    "distribution_of_y",
     "evaluate_bound",
+    "export_predictor",
     "fit",
     "gplvm",
     "inducing",
     "likelihoods",
     "linalg",
+    "log_density",
     "maths",
     "mlls",
+    "models",
     "moments",
     "predict",
+    "predict_y",
     "set_optimal_q",
     "settings",
     "training",

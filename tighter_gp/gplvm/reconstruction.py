@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..modes import chunks, temporary_mode
-from ..predictive import predict
+from ..predictions import predict
 from ..strategies import TighterStrategy
 from .data import as_observed, check_count
 from .elbo import where_observed

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import NUMERICAL_ERRORS
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
-from ..predictive import predict
+from ..predictions import predict
 from ..strategies import TighterStrategy
 from .batches import from_numpy
 

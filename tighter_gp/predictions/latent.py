@@ -18,13 +18,13 @@ from gpytorch.likelihoods import Likelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from .checks import check_inputs, raise_if_not_finite
-from .likelihoods.properties import gaussian_noise
-from .maths.bounds import optimal_scale
-from .maths.linalg import cholesky, full_precision, solve_lower
-from .modes import chunks, temporary_mode
-from .posterior import Posterior, posterior_of, require_gaussian
-from .prior import Projection, Projector
+from ..checks import check_inputs, raise_if_not_finite
+from ..likelihoods.properties import gaussian_noise
+from ..maths.bounds import optimal_scale
+from ..maths.linalg import cholesky, full_precision, solve_lower
+from ..modes import chunks, temporary_mode
+from ..posterior import Posterior, posterior_of, require_gaussian
+from ..prior import Projection, Projector
 
 LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
 

@@ -1,0 +1,148 @@
+"""Models ready made, each with its likelihood; a class of your own is as welcome."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel, MaternKernel, ScaleKernel
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood, MultitaskGaussianLikelihood, SoftmaxLikelihood
+from gpytorch.means import ConstantMean, Mean
+from gpytorch.models import ApproximateGP
+from gpytorch.variational import CholeskyVariationalDistribution, IndependentMultitaskVariationalStrategy
+from torch import Tensor
+
+from .inducing import kmeans
+from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from .likelihoods.properties import is_log_concave
+from .strategies import TighterVariationalStrategy
+
+
+def _conditional(likelihood: Likelihood) -> str:
+    """The one place that says who chooses the scales, so that the bound is strict for every likelihood."""
+    return "optimal" if is_log_concave(likelihood) else "scalar"
+
+
+class Regression(ApproximateGP):
+    """A sparse GP with one output: targets of shape ``N``.
+
+    The kernel is a scaled Matérn-3/2 with one lengthscale per input, which start at the spread of the inducing points; the
+    mean is a constant. Scale targets to unit variance.
+
+    :param x: Training inputs, ``N x D`` or ``N``, a tensor or an array, for the inducing points: centres of k-means.
+    :param num_inducing: How many; at most as many as there are inputs.
+    :param inducing_points: The inducing points themselves, ``M x D``, in place of ``x``.
+    :param covar_module: Another kernel; of a batch shape for one per output.
+    :param mean_module: Another mean.
+    :param likelihood: Another likelihood, :class:`~gpytorch.likelihoods.StudentTLikelihood` for outliers.
+    :ivar likelihood: The likelihood, for :func:`~tighter_gp.fit` and :func:`~tighter_gp.predict_y`.
+
+    Example:
+        >>> model = tighter_gp.models.Regression(train_x, num_inducing=8)
+        >>> history = tighter_gp.fit(model, model.likelihood, train_x, train_y, steps=3)
+        >>> low, high = tighter_gp.predict_y(model, model.likelihood, test_x).interval(0.95)
+    """
+
+    _make_likelihood: Callable[..., Likelihood] = GaussianLikelihood
+
+    def __init__(
+        self,
+        x: Any = None,
+        num_inducing: int = 256,
+        *,
+        inducing_points: Tensor | None = None,
+        covar_module: Kernel | None = None,
+        mean_module: Mean | None = None,
+        likelihood: Likelihood | None = None,
+        _num_functions: int | None = None,
+    ) -> None:
+        shape = torch.Size(() if _num_functions is None else (_num_functions,))
+        likelihood = self._make_likelihood(*shape) if likelihood is None else likelihood
+        z = _points(x, num_inducing, inducing_points)
+        q = CholeskyVariationalDistribution(z.size(-2), batch_shape=shape)
+        strategy: Any = TighterVariationalStrategy(self, z, q, conditional=_conditional(likelihood))
+        if _num_functions is not None:
+            strategy = IndependentMultitaskVariationalStrategy(strategy, num_tasks=_num_functions)
+        super().__init__(strategy)
+        self.mean_module = ConstantMean(batch_shape=shape) if mean_module is None else mean_module
+        self.covar_module = _default_kernel(z, shape) if covar_module is None else covar_module
+        self.likelihood = likelihood
+        self.to(z)
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        """The prior at ``x``."""
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class BinaryClassification(Regression):
+    """Two classes: labels 0 and 1 of shape ``N``, logistic link. Arguments as of :class:`Regression`.
+
+    Example:
+        >>> model = tighter_gp.models.BinaryClassification(train_x, num_inducing=8)
+        >>> history = tighter_gp.fit(model, model.likelihood, train_x, (train_y > 0).long(), steps=3)
+        >>> probs = tighter_gp.predict_y(model, model.likelihood, test_x).probs
+    """
+
+    _make_likelihood = BernoulliLogitLikelihood
+
+
+class CountRegression(Regression):
+    """Counts: targets 0, 1, 2, ... of shape ``N``, Poisson with the exponential link. Arguments as of :class:`Regression`.
+
+    Example:
+        >>> model = tighter_gp.models.CountRegression(train_x, num_inducing=8)
+        >>> history = tighter_gp.fit(model, model.likelihood, train_x, train_y.exp().round(), steps=3)
+        >>> most = tighter_gp.predict_y(model, model.likelihood, test_x).quantile(0.9)
+    """
+
+    _make_likelihood = PoissonLikelihood
+
+
+class MultiOutputRegression(Regression):
+    """Several outputs, a GP each: targets of shape ``N x T``. First ``T``, then arguments as of :class:`Regression`.
+
+    Example:
+        >>> model = tighter_gp.models.MultiOutputRegression(2, train_x, num_inducing=8)
+        >>> tighter_gp.predict_y(model, model.likelihood, test_x).mean.shape == (len(test_x), 2)
+        True
+    """
+
+    _make_likelihood = functools.partial(MultitaskGaussianLikelihood, has_global_noise=False)
+
+    def __init__(self, num_outputs: int, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
+        super().__init__(x, num_inducing, **kwargs, _num_functions=num_outputs)
+
+
+class MultiClassification(Regression):
+    """Several classes: labels 0 to ``C - 1`` of shape ``N``, softmax. First ``C``, then arguments as of :class:`Regression`.
+
+    Example:
+        >>> model = tighter_gp.models.MultiClassification(3, train_x, num_inducing=8)
+        >>> tighter_gp.predict_y(model, model.likelihood, test_x).probs.shape == (len(test_x), 3)
+        True
+    """
+
+    _make_likelihood = functools.partial(SoftmaxLikelihood, None, mixing_weights=False)
+
+    def __init__(self, num_classes: int, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
+        super().__init__(x, num_inducing, **kwargs, _num_functions=num_classes)
+
+
+def _points(x: Any, num_inducing: int, inducing_points: Tensor | None) -> Tensor:
+    if (x is None) == (inducing_points is None):
+        raise TypeError("Give either training inputs, to place inducing points among, or inducing_points=.")
+    points = torch.as_tensor(x if inducing_points is None else inducing_points)
+    points = points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
+    return kmeans(points, min(num_inducing, len(points))) if inducing_points is None else points.detach().clone()
+
+
+def _default_kernel(z: Tensor, batch_shape: torch.Size) -> Kernel:
+    kernel = MaternKernel(1.5, ard_num_dims=z.size(-1), batch_shape=batch_shape).to(z)
+    spread = z.std(-2, correction=0)
+    spread = torch.where(spread > 0, spread, spread.mean() if bool(spread.any()) else 1.0)
+    kernel.lengthscale = (math.sqrt(z.size(-1)) * spread).expand(*batch_shape, 1, -1)
+    return ScaleKernel(kernel, batch_shape=batch_shape)
