@@ -19,12 +19,12 @@ PACKAGE = ROOT / "tighter_gp"
 
 # A module imports from rows above its own, or from its own subpackage.
 LAYERS = (
-    ("_checks", "_modes", "linalg"),
+    ("_checks", "_modes", "arguments", "data", "linalg"),
     ("moments",),
     ("bounds",),
     ("conditionals",),
     ("likelihoods", "inducing"),
-    ("blocks", "operators"),
+    ("blocks", "labels", "operators"),
     ("kernels",),
     ("collapsed", "jaakkola", "strategies"),
     ("mlls",),

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 import tighter_gp
 from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.training import distributed, fit
-from tighter_gp.training.batches import ArrayBatches, LoaderBatches
+from tighter_gp.training.batches import ArrayBatches
+from tighter_gp.training.loaders import LoaderBatches
 
 ROOT = Path(__file__).resolve().parents[1]
 N, M, D = 23, 5, 2

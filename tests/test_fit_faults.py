@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
 
 import gpytorch
 import numpy as np
@@ -41,10 +40,11 @@ from tests.test_training import (
 from tighter_gp.gplvm import BayesianGPLVM, LatentVariableELBO
 from tighter_gp.training import checkpoint as checkpoints
 from tighter_gp.training import fit, mean_nlpd
-from tighter_gp.training.batches import LoaderBatches
-from tighter_gp.training.optimizers import FullBatchLBFGS
-
-FIT = sys.modules["tighter_gp.training.fit"]
+from tighter_gp.training import run
+from tighter_gp.training.lbfgs import FullBatchLBFGS
+from tighter_gp.training.loaders import LoaderBatches
+from tighter_gp.training.optimizers import Optimizers
+from tighter_gp.training.problem import Problem
 
 
 def state(*modules):
@@ -73,7 +73,7 @@ def scores(monkeypatch):
                 raise value
             return value
 
-        monkeypatch.setattr(FIT, "mean_nlpd", score)
+        monkeypatch.setattr(run, "score", score)
 
     return use
 
@@ -125,7 +125,7 @@ def test_targets_that_would_broadcast_are_refused_by_the_score(strategy):
         mean_nlpd(model, likelihood, x, y.unsqueeze(0))
     with pytest.raises(ValueError, match=r"a held-out target for each of the 53 rows of x; got \(1,\)"):
         mean_nlpd(model, likelihood, x, y[:1])
-    with pytest.raises(ValueError, match=r"noise= must have one value a held-out point, ... x 53; got \(52,\)"):
+    with pytest.raises(ValueError, match=r"noise= must have one value per held-out point, ... x 53; got \(52,\)"):
         mean_nlpd(model, likelihood, x, y, noise=torch.ones(52))
 
 
@@ -175,7 +175,7 @@ def test_a_label_a_point_fits_several_functions_but_not_several_gaussian_outputs
         (lambda x, y: (x[:0], y[:0]), "a held-out target for each of the 0 rows"),
         (lambda x, y: (torch.where(x > 2.5, math.inf, x), y), "values of the validation inputs are NaN or infinite"),
         (lambda x, y: (x, torch.where(y > 0.5, math.nan, y)), "values of the validation targets are NaN or infinite"),
-        (lambda x, y: (x, y, {"noise": torch.ones(18)}), "one value a held-out point, ... x 19"),
+        (lambda x, y: (x, y, {"noise": torch.ones(18)}), "one value per held-out point, ... x 19"),
         (lambda x, y: (x[:, :1], y), "Inputs must have shape"),
     ],
 )
@@ -276,7 +276,7 @@ class EverySecond(Sampler):
         ({"shuffle": True}, N),
         ({}, N),
         ({"sampler": SubsetRandomSampler([*range(N), *range(N)])}, N),
-        ({"batch_sampler": [[1, 2], [3, 4]]}, N),
+        ({"batch_sampler": [[1, 2], [3, 4]]}, 4),
     ],
 )
 def test_the_training_points_of_a_loader_are_those_its_sampler_visits(options, visited):
@@ -382,14 +382,14 @@ def faults(monkeypatch):
     """Makes the losses of chosen calls fail; the first call sets q(u), the second is step 0."""
 
     def at(*calls):
-        original, count = FIT._Trainer.loss, iter(range(10**6))
+        original, count = Problem.loss, iter(range(10**6))
 
         def loss(self, batch):
             if next(count) in calls:
                 raise NotPSDError("injected")
             return original(self, batch)
 
-        monkeypatch.setattr(FIT._Trainer, "loss", loss)
+        monkeypatch.setattr(Problem, "loss", loss)
 
     return at
 
@@ -428,16 +428,20 @@ def test_a_last_update_is_undone_in_the_rows_of_a_table_too(faults):
 def test_rows_to_restore_are_part_of_a_checkpoint(tmp_path, monkeypatch):
     """Interrupted between the two failures of which the second undoes the update before the first."""
     results, path = [], tmp_path / "run.pt"
-    original = FIT._Trainer.loss
+    loss, seed_step, current = Problem.loss, Problem.seed_step, [0]
+
+    def remember(self, step):
+        current[0] = step
+        seed_step(self, step)
+
+    def fail(self, batch):
+        if current[0] in {3, 4}:
+            raise NotPSDError("injected")
+        return loss(self, batch)
+
+    monkeypatch.setattr(Problem, "seed_step", remember)
+    monkeypatch.setattr(Problem, "loss", fail)
     for stop in (False, True):
-        steps_failed = {3, 4}
-
-        def loss(self, batch, failed=steps_failed):
-            if self.history.steps in failed:
-                raise NotPSDError("injected")
-            return original(self, batch)
-
-        monkeypatch.setattr(FIT._Trainer, "loss", loss)
         options = {"steps": 8, "batch_size": 16, "lr": 0.1}
         if stop:
             options |= {"checkpoint": path, "checkpoint_every": 1}
@@ -472,7 +476,7 @@ def test_a_line_search_that_is_interrupted_leaves_the_parameters_it_started_from
 
 
 def test_an_interrupted_run_of_lbfgs_leaves_an_accepted_point(monkeypatch):
-    original, seen = FIT._Trainer.loss, []
+    original, seen = Problem.loss, []
 
     def loss(self, batch):
         if len(seen) == 7:
@@ -480,7 +484,7 @@ def test_an_interrupted_run_of_lbfgs_leaves_an_accepted_point(monkeypatch):
         seen.append(original(self, batch))
         return seen[-1]
 
-    monkeypatch.setattr(FIT._Trainer, "loss", loss)
+    monkeypatch.setattr(Problem, "loss", loss)
     model, likelihood = problem()
     accepted = []
     record = lambda step: accepted.append(parameters(model, likelihood))
@@ -554,7 +558,7 @@ def test_gradients_whose_squares_overflow_do_not_freeze_adam():
 
 def test_rows_with_gradients_whose_squares_overflow_are_not_frozen_either():
     table = torch.nn.Parameter(torch.zeros(5, 1, dtype=torch.float32))
-    optimizers = FIT.Optimizers({"table": table}, {"table"}, set(), 0.1, False, 5)
+    optimizers = Optimizers({"table": table}, {"table"}, set(), 0.1, False, 5)
     table.grad = torch.sparse_coo_tensor(
         [[1, 3]], [[1e25], [-2e25]], (5, 1), dtype=torch.float32, check_invariants=True
     ).coalesce()
@@ -568,7 +572,7 @@ def test_only_gradients_that_overflow_are_scaled_and_natural_ones_never():
         torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)
     )
     named = {"narrow": narrow, "wide": wide, "natural": natural}
-    optimizers = FIT.Optimizers(named, set(), {id(natural)}, 0.1, 0.1, 5)
+    optimizers = Optimizers(named, set(), {id(natural)}, 0.1, 0.1, 5)
     for parameter in named.values():
         parameter.grad = torch.tensor([1e20, -2e20], dtype=parameter.dtype)
     optimizers.scale_down(dict.fromkeys(named, 2e20))

@@ -24,7 +24,9 @@ from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.training import checkpoint as checkpoints
 from tighter_gp.training import fit, mean_nlpd
 from tighter_gp.training.batches import ArrayBatches
-from tighter_gp.training.optimizers import SCHEDULES, FullBatchLBFGS
+from tighter_gp.training import steps as training_steps
+from tighter_gp.training.lbfgs import FullBatchLBFGS
+from tighter_gp.training.optimizers import SCHEDULES
 
 N, M, D = 53, 6, 2
 
@@ -728,7 +730,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
         ({"optimizer": "sgd"}, "Unknown optimizer 'sgd'"),
         ({"resume": True}, "needs a checkpoint"),
         ({"patience": 3}, "validation="),
-        ({"noise": torch.ones(N - 1)}, r"noise= must have one value a training point"),
+        ({"noise": torch.ones(N - 1)}, r"noise= must have one value per training point"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -758,7 +760,7 @@ def test_data_that_do_not_fit_are_refused():
 def test_compiled_steps_train_as_eager_ones_do(monkeypatch):
     """With torch's own interpreter in place of a compiler; a short last batch is part of every epoch."""
     captured = functools.partial(tighter_gp.CompiledStep, backend="eager")
-    monkeypatch.setattr(sys.modules["tighter_gp.training.fit"], "CompiledStep", captured)
+    monkeypatch.setattr(training_steps, "CompiledStep", captured)
     x, y = data()
     options = {"epochs": 2, "batch_size": 40, "lr": 0.05}
     model, likelihood = problem()

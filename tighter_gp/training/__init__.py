@@ -1,7 +1,9 @@
 """Training: one loop with mini-batches, schedules, early stopping, checkpoints and several processes."""
 
 from . import distributed
-from .fit import History, Step, fit
+from .densities import log_density
+from .fitting import fit
+from .history import History, Step
 from .validation import mean_nlpd
 
-__all__ = ["History", "Step", "distributed", "fit", "mean_nlpd"]
+__all__ = ["History", "Step", "distributed", "fit", "log_density", "mean_nlpd"]

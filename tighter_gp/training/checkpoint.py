@@ -64,7 +64,9 @@ def _obstacle(path: Path) -> bytes | None:
 def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] | None:
     """Read a state, or None if there is none. The first of several processes reads for all.
 
-    :param device: Where its tensors go.
+    Tensors stay on the CPU: modules and optimizers put theirs where they belong, and Adam's step counters belong there.
+
+    :param device: Where processes exchange messages.
     :raises ValueError: If the file is no checkpoint.
     """
     path = Path(path)
@@ -73,7 +75,7 @@ def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] |
     if data is None:
         return None
     try:
-        state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a broken file
         reason = str(error).partition("\n")[0] or "no data"
         raise ValueError(
