@@ -1,0 +1,302 @@
+"""Checkpoints: whole, safe, and resumed to the same numbers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.mlls import VariationalELBO
+from gpytorch.variational import NaturalVariationalDistribution
+
+import tighter_gp
+from tests.factories import make_gp, make_kernel, make_noise
+from tests.training.problems import (
+    Count,
+    D,
+    Interrupted,
+    M,
+    N,
+    collapsed,
+    data,
+    interrupt_at,
+    parameters,
+    problem,
+    same,
+    state,
+)
+from tighter_gp.training import checkpoint as checkpoints
+from tighter_gp.training import fit
+
+
+@pytest.mark.parametrize("objective", [tighter_gp.TighterELBO, VariationalELBO])
+def test_full_batch_fit_is_the_loop_one_would_write(objective):
+    x, y = data()
+    model, likelihood = problem(q=(torch.zeros(M), torch.eye(M)))
+    mll = objective(likelihood, model, num_data=N)
+    adam = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.03)
+    expected = []
+    for _ in range(9):
+        adam.zero_grad()
+        loss = -mll(model(x), y)
+        loss.backward()
+        adam.step()
+        expected.append(loss.item())
+    model, likelihood = problem(q=(torch.zeros(M), torch.eye(M)))
+    history = fit(model, likelihood, x, y, objective=objective, steps=9, batch_size=None, lr=0.03, schedule="constant")
+    torch.testing.assert_close(torch.tensor(history.loss), torch.tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+CASES = {
+    "adam": (problem, {}),
+    "per point": (lambda: problem(conditional=tighter_gp.PerPoint(N)), {}),
+    "natural": (lambda: problem(distribution=NaturalVariationalDistribution), {"natural_gradients": 0.2}),
+    "early stopping": (problem, {"validation": data(19), "patience": 50, "lr": 0.3}),
+    "lbfgs": (collapsed, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_ends_with_the_numbers_of_an_uninterrupted_one(case, tmp_path):
+    make, options = CASES[case]
+    x, y = data()
+    options = {"steps": 23, "batch_size": 16, "seed": 4, **options}
+    model, likelihood = make()
+    count = Count()
+    whole = fit(model, likelihood, x, y, callbacks=[count], **options)
+    expected = parameters(model, likelihood)
+
+    path, resumed = tmp_path / "run.pt", Count()
+    options |= {"checkpoint": path, "checkpoint_every": 6}
+    model, likelihood = make()
+    with pytest.raises(Interrupted):
+        fit(model, likelihood, x, y, callbacks=[Count(), interrupt_at(15)], **options)
+    model, likelihood = make()
+    torch.rand(3)
+    history = fit(model, likelihood, x, y, callbacks=[resumed], resume=True, **options)
+    assert torch.equal(parameters(model, likelihood), expected)
+    assert history.loss == whole.loss
+    assert history.validation == whole.validation
+    assert resumed.steps == count.steps
+
+
+def test_random_draws_of_the_objective_are_part_of_the_state(tmp_path):
+    x, y = data()
+    labels = (y > 0).long() + (y > 0.7).long()
+
+    class Softmax(gpytorch.models.ApproximateGP):
+        def __init__(self):
+            q = gpytorch.variational.CholeskyVariationalDistribution(M, batch_shape=torch.Size([3]))
+            base = tighter_gp.TighterVariationalStrategy(self, x[:M].clone(), q, conditional="beta")
+            super().__init__(gpytorch.variational.IndependentMultitaskVariationalStrategy(base, num_tasks=3))
+            self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), make_kernel("rbf", 1.0, torch.ones(D))
+
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    def make():
+        return Softmax(), gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+
+    options = {"steps": 11, "batch_size": 16}
+    whole = fit(*make(), x, labels, **options)
+    # A callback that draws random numbers of its own does not change the run.
+    path = tmp_path / "run.pt"
+    options |= {"checkpoint": path, "checkpoint_every": 4}
+    with pytest.raises(Interrupted):
+        fit(*make(), x, labels, callbacks=[lambda state: torch.rand(1) > 2, interrupt_at(7)], **options)
+    assert fit(*make(), x, labels, resume=True, **options).loss == whole.loss
+
+
+def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
+    x, y = data()
+    path = tmp_path / "run.pt"
+    model, likelihood = problem()
+    fit(model, likelihood, x, y, steps=5, checkpoint=path)
+    again, other = problem()
+    count = Count()
+    history = fit(again, other, x, y, steps=5, checkpoint=path, resume=True, callbacks=[count])
+    assert count.steps == []
+    assert history.steps == 5
+    assert torch.equal(parameters(again, other), parameters(model, likelihood))
+    fit(again, other, x, y, steps=8, checkpoint=path, resume=True, callbacks=[count])
+    assert count.steps == [6, 7, 8]
+
+
+def test_resume_without_a_file_starts_anew(tmp_path):
+    x, y = data()
+    model, likelihood = problem()
+    history = fit(model, likelihood, x, y, steps=3, checkpoint=tmp_path / "folder" / "run.pt", resume=True)
+    assert history.steps == 3
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"seed": 1}, "seed was 0 and is 1"), ({"batch_size": 20}, "batch_size was 16 and is 20")],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
+    x, y = data()
+    options = {"steps": 3, "batch_size": 16, "checkpoint": tmp_path / "run.pt"}
+    fit(*problem(), x, y, **options)
+    with pytest.raises(ValueError, match=message):
+        fit(*problem(), x, y, resume=True, **{**options, **change})
+    model = make_gp(x[: M + 1].clone(), make_kernel("rbf", 1.0, torch.ones(D)))
+    with pytest.raises(ValueError, match="other names or shapes"):
+        fit(model, make_noise(0.2), x, y, resume=True, **options)
+
+
+def test_an_interrupted_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    checkpoints.save(path, {"value": torch.ones(3)})
+
+    def cut_off(state, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", cut_off)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(path, {"value": torch.zeros(3)})
+    monkeypatch.undo()
+    assert torch.equal(checkpoints.load(path, torch.device("cpu"))["value"], torch.ones(3))
+    checkpoints.save(path, {"value": torch.zeros(3)})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.pt"]
+
+
+class Malicious:
+    def __reduce__(self):
+        return (os.mkdir, (os.environ["TIGHTER_GP_TEST_TARGET"],))
+
+
+@pytest.mark.parametrize("kind", ["garbage", "truncated", "code", "other"])
+def test_a_file_that_is_no_checkpoint_is_refused_without_executing_it(tmp_path, monkeypatch, kind):
+    path, target = tmp_path / "run.pt", tmp_path / "made"
+    monkeypatch.setenv("TIGHTER_GP_TEST_TARGET", str(target))
+    if kind == "garbage":
+        path.write_bytes(b"garbage")
+    elif kind == "truncated":
+        checkpoints.save(path, {"value": torch.ones(300)})
+        path.write_bytes(path.read_bytes()[:-200])
+    elif kind == "code":
+        path.write_bytes(pickle.dumps(Malicious(), protocol=2))
+    else:
+        torch.save({"format": 99}, path)
+    with pytest.raises(ValueError, match=r"run\.pt is not a"):
+        checkpoints.load(path, torch.device("cpu"))
+    assert not target.exists()
+
+
+KILLED = """
+import sys, torch
+torch.set_default_dtype(torch.float64)
+from tests.training.problems import data, problem, parameters
+from tighter_gp.training import fit
+x, y = data()
+model, likelihood = problem()
+slow = lambda state: __import__("time").sleep(0.01) if "slow" in sys.argv else None
+history = fit(model, likelihood, x, y, steps=400, batch_size=16, checkpoint=sys.argv[1], checkpoint_every=3, resume=True,
+              callbacks=[slow])
+print(history.loss[-1].hex(), parameters(model, likelihood).sum().item().hex())
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
+    path = tmp_path / "run.pt"
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
+    process = subprocess.Popen([*command, "slow"], cwd=root)
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.15)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = len(checkpoints.load(path, torch.device("cpu"))["history"]["loss"])
+    assert 0 < done < 400
+    resumed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+
+    x, y = data()
+    model, likelihood = problem()
+    history = fit(model, likelihood, x, y, steps=400, batch_size=16)
+    assert resumed == [history.loss[-1].hex(), parameters(model, likelihood).sum().item().hex()]
+
+
+def test_an_empty_file_is_no_checkpoint(tmp_path):
+    path = tmp_path / "run.pt"
+    path.touch()
+    with pytest.raises(ValueError, match=r"run\.pt is not a readable checkpoint \(EOFError: no data\)"):
+        fit(*problem(), *data(), steps=2, checkpoint=path, resume=True)
+
+
+def test_a_file_without_the_parts_of_a_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    checkpoints.save(path, {"config": {}, "model": {}})
+    with pytest.raises(ValueError, match=r"not a checkpoint of fit: it has no finished, total, likelihood"):
+        fit(*problem(), *data(), steps=2, checkpoint=path, resume=True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("adam", "lbfgs"), ("lbfgs", "adam")])
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, first, second):
+    options = {"steps": 2, "batch_size": None, "checkpoint": tmp_path / "run.pt"}
+    fit(*problem(), *data(), optimizer=first, **options)
+    with pytest.raises(ValueError, match=f"belongs to another run: optimizer was {first} and is {second}"):
+        fit(*problem(), *data(), optimizer=second, resume=True, **{**options, "steps": 4})
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lbfgs"])
+def test_a_checkpoint_that_does_not_name_its_optimizer_is_resumed(tmp_path, optimizer):
+    path = tmp_path / "run.pt"
+    options = {"batch_size": None, "optimizer": optimizer, "schedule": "constant"}
+    whole = fit(*problem(), *data(), steps=5, **options)
+    fit(*problem(), *data(), steps=3, checkpoint=path, **options)
+    saved = torch.load(path, weights_only=True)
+    del saved["config"]["optimizer"]
+    saved["optimizer"].pop("rows", None)
+    torch.save(saved, path)
+    assert fit(*problem(), *data(), steps=5, checkpoint=path, resume=True, **options).loss == whole.loss
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kind", ["directory", "parent is a file", "read-only"])
+def test_a_path_that_takes_no_checkpoint_is_refused_before_the_first_step(tmp_path, monkeypatch, kind, resume):
+    path = tmp_path / "run.pt"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "parent is a file":
+        path.touch()
+        path = path / "run.pt"
+    else:  # whoever runs the tests may write anywhere
+
+        def deny(self, *args, **kwargs):
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr("pathlib.Path.touch", deny)
+    model, likelihood = problem()
+    before, listing = state(model, likelihood), sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"No checkpoint can be written to .*; use another path"):
+        fit(model, likelihood, *data(), steps=2, checkpoint=path, resume=resume)
+    assert same(state(model, likelihood), before)
+    assert sorted(tmp_path.rglob("*")) == listing
+
+
+@pytest.mark.parametrize("place", ["save", "replace"])
+def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch, place):
+    path = tmp_path / "run.pt"
+    checkpoints.save(path, {"value": torch.ones(3)})
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch if place == "save" else os, place, fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(path, {"value": torch.zeros(3)})
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.pt"]
+    assert torch.equal(checkpoints.load(path, torch.device("cpu"))["value"], torch.ones(3))
