@@ -11,7 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihoodWithMissingObs
 from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
-from tests.factories import make_kernel, make_noise
+from tests.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import D, M, N, collapsed, data, parameters, problem, svgp
 from tighter_gp.training import fit, mean_nlpd, run
 
@@ -254,3 +254,158 @@ def test_a_collapsed_model_is_validated_too():
     assert all(math.isfinite(score) for _, score in history.validation)
     with pytest.raises(ValueError, match="squeeze a trailing dimension"):
         fit(*collapsed(), *data(), steps=1, validation=(data(19)[0], data(19)[1].unsqueeze(-1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Right for every likelihood
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_learned_noise_is_part_of_the_score_and_given_noise_counts_once():
+    x, y = data()
+    held_x, held_y = data(19)
+    model, _ = problem()
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((N,), 0.4), learn_additional_noise=True)
+    likelihood.second_noise = 0.6
+    noise = torch.linspace(0.5, 0.1, 19)
+    history = fit(model, likelihood, x, y, steps=2, validation=(held_x, held_y, {"noise": noise.numpy()}))
+    q = tighter_gp.predict(model, held_x)
+    total = q.variance + noise + likelihood.second_noise
+    expected = 0.5 * (torch.log(2 * math.pi * total) + (held_y - q.mean).square() / total).mean()
+    assert history.validation[-1][1] == pytest.approx(expected.item(), rel=1e-10)
+
+
+def multitask(num_tasks, wrap, conditional="optimal"):
+    x, _ = data()
+
+    class Multitask(gpytorch.models.ApproximateGP):
+        def __init__(self):
+            q = gpytorch.variational.CholeskyVariationalDistribution(M, batch_shape=torch.Size([2]))
+            base = tighter_gp.TighterVariationalStrategy(self, x[:M].clone(), q, conditional=conditional)
+            super().__init__(wrap(base, num_tasks))
+            shape = torch.Size([2])
+            self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
+            self.covar_module = gpytorch.kernels.ScaleKernel(
+                gpytorch.kernels.RBFKernel(batch_shape=shape), batch_shape=shape
+            )
+
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    model = Multitask()
+    model.variational_strategy.base_variational_strategy._variational_distribution.variational_mean.data.normal_()
+    model.variational_strategy.base_variational_strategy.variational_params_initialized.fill_(1)
+    return model
+
+
+def lmc(base, num_tasks):
+    return gpytorch.variational.LMCVariationalStrategy(base, num_tasks=num_tasks, num_latents=2, latent_dim=-1)
+
+
+def independent(base, num_tasks):
+    return gpytorch.variational.IndependentMultitaskVariationalStrategy(base, num_tasks=num_tasks)
+
+
+def test_the_score_of_a_softmax_does_not_depend_on_the_number_of_points():
+    """Equal points, as many as classes or not, alone and in the last chunk."""
+    x, _ = data()
+    model = multitask(2, independent, "beta")
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_features=2, num_classes=2, mixing_weights=False)
+    point = x[7:8] + 0.05
+    scores = [
+        mean_nlpd(model, likelihood, point.expand(n, -1), torch.ones(n, dtype=torch.long), batch_size)
+        for n, batch_size in ((1, 9), (2, 9), (3, 9), (6, 4), (7, 5))
+    ]
+    assert scores == pytest.approx([scores[0]] * 5, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["fill", "mask"])
+@pytest.mark.parametrize("wrap", [independent, lmc])
+def test_missing_tasks_are_left_out_and_the_mean_is_over_what_was_observed(wrap, policy):
+    num_tasks = 2 if wrap is independent else 3
+    x, _ = data(11)
+    model = multitask(num_tasks, wrap)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=num_tasks)
+    y = torch.randn(11, num_tasks, generator=torch.Generator().manual_seed(2))
+    y[2, 0] = y[5, 1] = math.nan
+    y[7] = math.nan
+    model.eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for n in range(11):  # one point at a time: a dense covariance of its tasks
+            seen = ~torch.isnan(y[n])
+            if not bool(seen.any()):
+                continue
+            q = likelihood(model(x[n : n + 1]))
+            covariance = q.covariance_matrix[seen][:, seen]
+            normal = torch.distributions.MultivariateNormal(q.mean[0, seen], covariance)
+            total, count = total - normal.log_prob(y[n, seen]).item(), count + int(seen.sum())
+    with gpytorch.settings.observation_nan_policy(policy):
+        for batch_size in (4, 100):
+            found = mean_nlpd(model, likelihood, x, y, batch_size)
+            assert found == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs is replaced:DeprecationWarning")
+@pytest.mark.parametrize("policy", ["ignore", "fill", "mask"])
+def test_missing_targets_of_one_output_are_left_out_of_the_mean(policy):
+    x, y = data()
+    model, likelihood = problem(q=(torch.randn(M), 0.5 * torch.eye(M)))
+    missing = torch.arange(N) % 3 == 0
+    expected = mean_nlpd(model, likelihood, x[~missing], y[~missing])
+    if policy == "ignore":
+        likelihood = GaussianLikelihoodWithMissingObs(noise_constraint=gpytorch.constraints.Positive())
+        likelihood.noise = 0.2
+    with gpytorch.settings.observation_nan_policy(policy):
+        found = mean_nlpd(model, likelihood, x, torch.where(missing, math.nan, y), 10)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["fill", "mask"])
+@pytest.mark.parametrize(
+    "kind", [tighter_gp.likelihoods.BernoulliLogitLikelihood, gpytorch.likelihoods.BernoulliLikelihood]
+)
+def test_a_missing_label_is_no_class(kind, policy):
+    x, y = data()
+    model, _ = problem(q=(torch.randn(M), 0.5 * torch.eye(M)), conditional="beta")
+    labels, missing = (y > 0).double(), torch.arange(N) % 3 == 0
+    expected = mean_nlpd(model, kind(), x[~missing], labels[~missing])
+    with gpytorch.settings.observation_nan_policy(policy):
+        found = mean_nlpd(model, kind(), x, torch.where(missing, math.nan, labels))
+    assert found == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match="are NaN or infinite"):
+        mean_nlpd(model, kind(), x, torch.where(missing, math.nan, labels))
+
+
+def test_held_out_arrays_are_scored_as_tensors():
+    x, y = data()
+    model, likelihood = problem()
+    assert mean_nlpd(model, likelihood, x.numpy(), y.numpy()) == mean_nlpd(model, likelihood, x, y)
+
+
+def test_a_batch_of_models_has_the_mean_of_its_scores():
+    x, y = data()
+    shape = torch.Size([3])
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(batch_shape=shape), batch_shape=shape)
+    kernel.base_kernel.lengthscale = torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1)
+    q = (torch.randn(3, M), torch.eye(M).expand(3, M, M))
+    model, likelihood = make_gp(x[:M].clone(), kernel, q, batch_shape=shape), make_noise(0.2)
+    targets = torch.stack([y, -y, 2 * y])
+    with torch.no_grad():
+        q_y = likelihood(model.eval()(x))
+    density = torch.distributions.Normal(q_y.mean, q_y.variance.sqrt()).log_prob
+    assert mean_nlpd(model, likelihood, x, targets) == pytest.approx(-density(targets).mean().item(), rel=1e-8)
+    assert mean_nlpd(model, likelihood, x, y) == pytest.approx(-density(y).mean().item(), rel=1e-8)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_held_out_data_on_another_device_are_named(place):
+    held = [*data(19), torch.ones(19)]
+    held[place] = held[place].to("meta")
+    with pytest.raises(ValueError, match=rf"the held-out {('x', 'y', 'noise')[place]} is on meta and the model on cpu"):
+        fit(*problem(), *data(), steps=1, validation=(held[0], held[1], {"noise": held[2]}))
+
+
+def test_an_unknown_argument_of_the_held_out_points_is_refused():
+    with pytest.raises(TypeError, match="unknown argument 'noises'"):
+        fit(*problem(), *data(), steps=1, validation=(*data(19), {"noises": torch.ones(19)}))

@@ -85,7 +85,7 @@ def _gaussian(likelihood: Any, q: MultivariateNormal, y: Tensor, missing: Tensor
         density = -0.5 * (math.log(2 * math.pi) + variance.log() + (y - q.mean).square() / variance)
         return torch.where(missing, torch.zeros_like(density), density)
     # Joint over tasks: ... x N x T x T. A missing task becomes independent of the others, with nothing to say.
-    latent = task_covariance(q) if correlates_tasks(q) else torch.diag_embed(marginal_variance(q))
+    latent = _between_tasks(q) if correlates_tasks(q) else torch.diag_embed(marginal_variance(q))
     covariance = (latent + _task_noise(likelihood, q, **kwargs)).double()
     covariance = covariance.expand(*q.mean.shape, q.mean.shape[-1])
     both = missing.unsqueeze(-1) | missing.unsqueeze(-2)
@@ -95,6 +95,13 @@ def _gaussian(likelihood: Any, q: MultivariateNormal, y: Tensor, missing: Tensor
     scaled = torch.linalg.solve_triangular(root, misfit.unsqueeze(-1), upper=False).squeeze(-1)
     terms = math.log(2 * math.pi) + scaled.square() + 2 * root.diagonal(dim1=-1, dim2=-2).log()
     return -0.5 * torch.where(missing, torch.zeros_like(terms), terms).sum(-1).to(q.mean.dtype)
+
+
+def _between_tasks(q: MultitaskMultivariateNormal) -> Tensor:
+    """Covariance between the tasks of each point, ``... x N x T x T``."""
+    # Entries of a lazy matrix are found by sparse products, of which torch warns unless it is told what to check.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return task_covariance(q)
 
 
 def _task_noise(likelihood: Any, q: MultitaskMultivariateNormal, **kwargs: Any) -> Tensor:
@@ -186,7 +193,7 @@ def _sampled(likelihood: Any, q: MultivariateNormal, y: Tensor, missing: Tensor,
     num_functions = q.event_shape[-1] if several else 1
     mean = q.mean if several else q.mean.unsqueeze(-1)
     if correlates_tasks(q):
-        root = torch.linalg.cholesky(_with_jitter(task_covariance(q).double())).to(mean)
+        root = torch.linalg.cholesky(_with_jitter(_between_tasks(q).double())).to(mean)
     else:
         variance = marginal_variance(q)
         root = torch.diag_embed(variance.sqrt() if several else variance.sqrt().unsqueeze(-1))
