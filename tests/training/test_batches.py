@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tighter_gp
-from tests.factories import make_gp, make_noise
+from tests.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import M, N, data, problem
 from tighter_gp.training import fit
 from tighter_gp.training.batches import ArrayBatches
@@ -127,3 +127,46 @@ def test_arrays_are_looked_at_batch_by_batch():
     with pytest.raises(ValueError, match="Inputs hold NaN or infinity in 1 of 5 rows"):
         fit(*problem(), x, y, epochs=1, batch_size=5, callbacks=[lambda step: seen.append(step.step)])
     assert seen
+
+
+def test_a_default_device_does_not_break_the_batches():
+    """On this device nothing has values: what is drawn there cannot be an order."""
+    x, y = data()
+    expected = next(ArrayBatches(x, y, {}, 16, 0, x).iterate(0)).rows
+    with torch.device("meta"):
+        source = ArrayBatches(x, y, {}, 16, 0, x)
+        assert torch.equal(next(source.iterate(0)).rows, expected)
+        whole = next(ArrayBatches(x, y, {}, None, 0, x).iterate(0))
+        assert whole.rows.device.type == "cpu"
+        assert source.fingerprint() == ArrayBatches(x.numpy(), y.numpy(), {}, 16, 0, x).fingerprint()
+
+
+def test_inputs_of_one_dimension_and_whole_numbers_train():
+    x, y = data()
+    column = (10 * x[:, :1]).round()
+    losses = []
+    for inputs in (column, column[:, 0], column[:, 0].long(), column[:, 0].int().numpy()):
+        model = make_gp(torch.linspace(0, 30, M).unsqueeze(-1), make_kernel("rbf", 1.0, torch.tensor([5.0])))
+        losses.append(fit(model, make_noise(0.2), inputs, y, steps=4, batch_size=16).loss)
+    for loss in losses[1:]:
+        torch.testing.assert_close(torch.tensor(loss), torch.tensor(losses[0]), rtol=1e-12, atol=1e-12)
+
+
+def test_targets_of_a_batch_of_models_with_tasks_are_cut_along_their_points():
+    x = torch.randn(3, 10, 2)
+    source = ArrayBatches(x, torch.randn(3, 10, 4), {}, 6, 0, x)
+    batch = next(source.iterate(0))
+    assert (batch.x.shape, batch.y.shape) == ((3, 6, 2), (3, 6, 4))
+
+
+@pytest.mark.parametrize("where", ["noise", "likelihood"])
+def test_what_is_on_another_device_than_the_model_is_named(where):
+    x, y = data()
+    model, likelihood = problem()
+    options = {}
+    if where == "noise":
+        options["noise"] = torch.ones(N, device="meta")
+    else:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood().to("meta")
+    with pytest.raises(ValueError, match=f"{where} is on meta and the model on cpu"):
+        fit(model, likelihood, x, y, steps=1, **options)

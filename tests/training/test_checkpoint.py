@@ -33,7 +33,8 @@ from tests.training.problems import (
     state,
 )
 from tighter_gp.training import checkpoint as checkpoints
-from tighter_gp.training import fit
+from tighter_gp.training import fit, run
+from tighter_gp.training.problem import Problem
 
 
 @pytest.mark.parametrize("objective", [tighter_gp.TighterELBO, VariationalELBO])
@@ -196,7 +197,8 @@ KILLED = """
 import sys, torch
 torch.set_default_dtype(torch.float64)
 from tests.training.problems import data, problem, parameters
-from tighter_gp.training import fit
+from tighter_gp.training import fit, run
+from tighter_gp.training.problem import Problem
 x, y = data()
 model, likelihood = problem()
 slow = lambda state: __import__("time").sleep(0.01) if "slow" in sys.argv else None
@@ -300,3 +302,240 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch, place):
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.pt"]
     assert torch.equal(checkpoints.load(path, torch.device("cpu"))["value"], torch.ones(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Another run's checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sized(kernel=None, mean=None, likelihood=None, **options):
+    """A problem whose parameters have the same names and shapes, whatever its parts are."""
+    x, _ = data()
+    base = gpytorch.kernels.MaternKernel(2.5, ard_num_dims=D) if kernel is None else kernel
+    model = make_gp(x[:M].clone(), gpytorch.kernels.ScaleKernel(base), **options)
+    if mean is not None:
+        model.mean_module = mean
+    return model, gpytorch.likelihoods.GaussianLikelihood() if likelihood is None else likelihood
+
+
+class Shifted(gpytorch.means.ConstantMean):
+    def forward(self, x):
+        return 1.0 + super().forward(x)
+
+
+OTHER_MODELS = {
+    "kernel": (
+        {"kernel": lambda: gpytorch.kernels.RBFKernel(ard_num_dims=D)},
+        r"model\.covar_module\.base_kernel was MaternKernel\(.*nu=2\.5.*\) and is RBFKernel",
+    ),
+    "nu": ({"kernel": lambda: gpytorch.kernels.MaternKernel(0.5, ard_num_dims=D)}, r"nu=2\.5.* and is .*nu=0\.5"),
+    "mean": ({"mean": Shifted}, r"model\.mean_module was ConstantMean\(.* and is Shifted\("),
+    "constraint": (
+        {
+            "kernel": lambda: gpytorch.kernels.MaternKernel(
+                2.5, ard_num_dims=D, lengthscale_constraint=gpytorch.constraints.GreaterThan(0.25)
+            )
+        },
+        r"raw_lengthscale_constraint was Positive.* and is GreaterThan\(.*0\.25",
+    ),
+    "noise floor": (
+        {
+            "likelihood": lambda: gpytorch.likelihoods.GaussianLikelihood(
+                noise_constraint=gpytorch.constraints.GreaterThan(0.01)
+            )
+        },
+        r"likelihood\.noise_covar\.raw_noise_constraint was .* and is .*0\.01",
+    ),
+    "likelihood": ({"likelihood": lambda: OtherNoise()}, "likelihood was GaussianLikelihood.* and is OtherNoise"),
+}
+
+
+class OtherNoise(gpytorch.likelihoods.GaussianLikelihood):
+    pass
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(tmp_path, case, steps):
+    options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt"}
+    fit(*sized(), *data(), steps=3, **options)
+    parts, message = OTHER_MODELS[case]
+    model, likelihood = sized(**{name: make() for name, make in parts.items()})
+    with pytest.raises(ValueError, match=message):
+        fit(model, likelihood, *data(), steps=steps, resume=True, **options)
+    # The same again is not.
+    assert fit(*sized(), *data(), steps=steps, resume=True, **options).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0.2}, r"lr was 0\.01 and is 0\.2"),
+        ({"schedule": "linear"}, "schedule was cosine and is linear"),
+        ({"objective": gpytorch.mlls.VariationalELBO}, "objective was TighterELBO.* and is VariationalELBO"),
+        (
+            {"objective": lambda *args: tighter_gp.TighterELBO(*args, beta=0.5)},
+            r"objective was TighterELBO\(beta=1\.0.* and is TighterELBO\(beta=0\.5",
+        ),
+        ({"noise": torch.ones(N)}, r"arguments was \[\] and is \['noise'\]"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path, change, message):
+    options = {"steps": 3, "batch_size": 16, "checkpoint": tmp_path / "run.pt"}
+    fit(*problem(), *data(), **options)
+    with pytest.raises(ValueError, match=message):
+        fit(*problem(), *data(), resume=True, **{**options, **change})
+
+
+def test_a_resumed_run_says_so(tmp_path, caplog):
+    caplog.set_level("INFO", logger="tighter_gp")
+    options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt", "resume": True}
+    fit(*problem(), *data(), steps=3, **options)
+    assert "resumed" not in caplog.text
+    fit(*problem(), *data(), steps=5, **options)
+    assert "resumed after 3 of 5 steps" in caplog.text
+    caplog.clear()
+    fit(*problem(), *data(), steps=5, **options)
+    assert "resumed: already finished after 5 steps" in caplog.text
+
+
+class Scaled(tighter_gp.TighterELBO):
+    """An objective with a parameter and a buffer of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.shift = torch.nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, *args, **kwargs):
+        self.seen += 1
+        return super().forward(*args, **kwargs) - self.shift.square()
+
+
+def test_parameters_of_the_objective_are_saved_and_restored(tmp_path):
+    made = []
+
+    def objective(*args):
+        made.append(Scaled(*args))
+        return made[-1]
+
+    options = {"steps": 9, "batch_size": 16, "lr": 0.05, "objective": objective}
+    whole = fit(*problem(), *data(), **options)
+    options |= {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 3}
+    with pytest.raises(Interrupted):
+        fit(*problem(), *data(), callbacks=[interrupt_at(5)], **options)
+    resumed = fit(*problem(), *data(), resume=True, **options)
+    assert resumed.loss == whole.loss
+    assert made[2].shift.item() == made[0].shift.item() != 0.5
+    assert made[2].seen.item() == made[0].seen.item()
+
+
+def test_early_stopping_restores_the_objective_too():
+    made, kept = [], {}
+
+    def objective(*args):
+        made.append(Scaled(*args))
+        return made[-1]
+
+    history = fit(
+        *problem(),
+        *data(),
+        objective=objective,
+        steps=30,
+        lr=0.5,
+        schedule="constant",
+        validation=data(19),
+        validate_every=1,
+        patience=3,
+        callbacks=[lambda step: kept.update({step.step: made[-1].shift.item()})],
+    )
+    assert history.best_step < history.steps
+    assert made[-1].shift.item() == kept[history.best_step] != kept[history.steps]
+
+
+def test_a_checkpoint_is_read_to_the_cpu_so_that_counters_of_steps_stay_there(tmp_path):
+    path = tmp_path / "run.pt"
+    fit(*problem(), *data(), steps=2, checkpoint=path)
+    saved = checkpoints.load(path, torch.device("meta"))
+    states = saved["optimizer"]["optimizers"]["states"][0]["state"]
+    assert all(value.device.type == "cpu" for state in states.values() for value in state.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ctrl-C
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def once(calls, number):
+    """Raises what Ctrl-C raises, the first time that so many calls were made."""
+    calls.append(0)
+    if len(calls) == number:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lbfgs"])
+@pytest.mark.parametrize("place", ["loss", "validation", "callback", "update"])
+def test_ctrl_c_writes_a_checkpoint_from_which_the_same_numbers_come(tmp_path, monkeypatch, optimizer, place):
+    options = {"steps": 9, "batch_size": 16, "lr": 0.05, "optimizer": optimizer}
+    options |= {"validation": data(19), "validate_every": 2}
+    whole = fit(*problem(), *data(), **options)
+    calls, callbacks = [], []
+    if place == "loss":
+        loss = Problem.loss
+        monkeypatch.setattr(Problem, "loss", lambda self, batch: once(calls, 9) or loss(self, batch))
+    elif place == "validation":
+        score = run.score
+        monkeypatch.setattr(run, "score", lambda *args: once(calls, 3) or score(*args))
+    elif place == "callback":
+        callbacks = [lambda step: once(calls, 6)]
+    else:
+        step = torch.optim.Adam.step if optimizer == "adam" else torch.optim.LBFGS.step
+
+        def interrupted(self, *args):
+            if len(calls) == 4:  # Ctrl-C in the middle of an update
+                signal.raise_signal(signal.SIGINT)
+            calls.append(0)
+            return step(self, *args)
+
+        monkeypatch.setattr(torch.optim.Adam if optimizer == "adam" else torch.optim.LBFGS, "step", interrupted)
+    options |= {"checkpoint": tmp_path / "run.pt"}
+    model, likelihood = problem()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, likelihood, *data(), callbacks=callbacks, **options)
+    monkeypatch.undo()
+    saved = checkpoints.load(tmp_path / "run.pt", torch.device("cpu"))
+    assert 0 < len(saved["history"]["loss"]) < 9
+    assert not saved["finished"]
+    resumed = fit(*problem(), *data(), resume=True, **options)
+    assert resumed.loss == whole.loss
+    assert resumed.validation == whole.validation
+
+
+def test_ctrl_c_without_a_path_is_only_an_interrupt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(*problem(), *data(), steps=3, callbacks=[stop])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_ctrl_c_is_not_held_back_and_writes_nothing(tmp_path, monkeypatch):
+    loss, calls = Problem.loss, []
+
+    def interrupted(self, batch):
+        calls.append(0)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return loss(self, batch)
+
+    monkeypatch.setattr(Problem, "loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(*problem(), *data(), steps=9, batch_size=16, checkpoint=tmp_path / "run.pt")
+    assert len(calls) == 3
+    assert not (tmp_path / "run.pt").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

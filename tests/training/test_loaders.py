@@ -20,7 +20,7 @@ from torch.utils.data import (
 import tighter_gp
 from tests.factories import make_noise
 from tests.training.problems import Interrupted, M, N, data, interrupt_at, problem
-from tighter_gp.training import fit
+from tighter_gp.training import fit, loaders
 from tighter_gp.training.loaders import LoaderBatches
 
 
@@ -171,3 +171,95 @@ def test_the_generator_of_a_loader_is_left_as_it_was(interrupted):
         assert interrupted
     assert torch.equal(of_loader.get_state(), before[0])
     assert torch.equal(of_sampler.get_state(), before[1])
+
+
+class Drawn(Sampler):
+    """Batches drawn anew in each epoch, from a part of the points or from all."""
+
+    def __init__(self, rows, generator=None):
+        self.rows, self.generator = torch.tensor(rows), generator
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        order = torch.randperm(len(self.rows), generator=self.generator)
+        return iter([part.tolist() for part in self.rows[order].chunk(4)])
+
+
+def test_batches_that_are_listed_have_as_many_points_as_different_rows():
+    loader = lambda batches: DataLoader(TensorDataset(*data()), batch_sampler=batches)
+    for batches, visited in (([[0, 1], [1, 2]], 3), (((5, 6), (7,)), 3), ([list(range(N))], N)):
+        assert LoaderBatches(loader(batches), 0, torch.zeros(())).num_data == visited
+    repeated = DataLoader(TensorDataset(*data()), batch_size=2, sampler=SubsetRandomSampler([1, 1, 2, 2]))
+    assert LoaderBatches(repeated, 0, torch.zeros(())).num_data == 2
+    blocks = tighter_gp.blocks.BlockBatchSampler(torch.arange(N) // 4, 3)
+    assert LoaderBatches(loader(blocks), 0, torch.zeros(())).num_data == N
+
+
+def test_a_listed_part_of_a_dataset_trains_as_that_part_does():
+    x, y = data()
+    rows = list(range(3, 23))
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=[rows])
+    losses = [
+        fit(*problem(q=(torch.zeros(M), torch.eye(M))), *arrays, steps=5, lr=0.05).loss
+        for arrays in ((loader,), (x[rows], y[rows]))
+    ]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-9, atol=1e-9)
+
+
+def test_a_batch_sampler_that_cannot_tell_its_points_needs_their_number():
+    dataset = TensorDataset(*data())
+    generator = torch.Generator().manual_seed(3)
+    before, everything = generator.get_state(), Drawn(range(N), generator)
+    assert LoaderBatches(DataLoader(dataset, batch_sampler=everything), 0, torch.zeros(())).num_data == N
+    assert torch.equal(generator.get_state(), before)
+    part = DataLoader(dataset, batch_sampler=Drawn(range(20)))
+    with pytest.raises(ValueError, match=r"Drawn\) does not say which of the 53 points .* fit\(\.\.\., num_data=\)"):
+        fit(*problem(), part, steps=1)
+    seen = []
+
+    def objective(likelihood, model, num_data):
+        seen.append(num_data)
+        return tighter_gp.TighterELBO(likelihood, model, num_data)
+
+    fit(*problem(), part, steps=1, num_data=20, objective=objective)
+    assert seen == [20]
+    with pytest.raises(ValueError, match="num_data= is for a DataLoader"):
+        fit(*problem(), *data(), steps=1, num_data=20)
+
+
+def test_a_batch_sampler_with_a_generator_is_seeded_and_left_as_it_was():
+    losses = []
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        before = generator.get_state()
+        sampler = Drawn(range(N), generator)
+        losses.append(fit(*problem(), DataLoader(TensorDataset(*data()), batch_sampler=sampler), steps=6).loss)
+        assert torch.equal(generator.get_state(), before)
+    assert losses[0] == losses[1]
+
+
+def test_a_loader_of_one_dimensional_inputs_gives_columns():
+    x, y = data()
+    loader = DataLoader(TensorDataset(x[:, 0], y), batch_size=N)
+    batch = next(LoaderBatches(loader, 0, x[0, 0]).iterate(0))
+    assert batch.x.shape == (N, 1)
+
+
+def test_per_point_arguments_do_not_go_with_a_loader():
+    loader = DataLoader(TensorDataset(*data()), batch_size=16)
+    with pytest.raises(TypeError, match="unknown argument 'noise'"):
+        fit(*problem(), loader, steps=1, noise=torch.ones(N))
+
+
+def test_the_generator_of_the_device_is_seeded_in_each_epoch(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(loaders, "seed_generators", lambda seed, device: seeds.append((seed, device)))
+    x, y = data()
+    source = LoaderBatches(DataLoader(TensorDataset(x, y), batch_size=30), 7, x)
+    batches = source.iterate(0)
+    for _ in range(3):
+        next(batches)
+    assert len({seed for seed, _ in seeds}) == 2
+    assert {device for _, device in seeds} == {x.device}

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from . import distributed
+from .structure import differences
 
 FORMAT = 1
+
+# What a checkpoint of a run holds, and has held from the start.
+_PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "history", "failures", "best", "callbacks")
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -85,6 +89,22 @@ def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] |
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"{path} is not a checkpoint of this version: expected format {FORMAT}, got {found}.")
     return state
+
+
+def check_state(path: str | os.PathLike[str], state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raise unless a state is of the run that is to continue.
+
+    :param state: What was read.
+    :param config: What tells this run from another.
+    """
+    missing = [name for name in _PARTS if name not in state]
+    if missing:
+        raise ValueError(
+            f"{path} is not a checkpoint of fit: it has no {', '.join(missing)}. Delete it or use another path."
+        )
+    different = differences(state["config"], config)
+    if different:
+        raise ValueError(f"{path} belongs to another run: {'; '.join(different)}. Delete it or use another path.")
 
 
 def _sync_directory(directory: Path) -> None:

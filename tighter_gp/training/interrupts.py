@@ -9,15 +9,28 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class SecondInterrupt(KeyboardInterrupt):
+    """Ctrl-C for the second time: what is under way is left as it is."""
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A Ctrl-C within the block is delivered at its end, so that an update is made whole or not at all."""
+    """A Ctrl-C within the block is delivered at its end, so that a step is taken whole or not at all.
+
+    :raises SecondInterrupt: At once, at a second Ctrl-C.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     received: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+
+    def receive(number: int, frame: Any) -> None:
+        if received:
+            raise SecondInterrupt
+        received.append((number, frame))
+
+    signal.signal(signal.SIGINT, receive)
     try:
         yield
     finally:

@@ -143,7 +143,7 @@ def _num_listed(loader: Any, batches: Iterable[Any]) -> int:
     """Number of points in batches that are listed, or that are drawn anew in each epoch and always all."""
     if isinstance(batches, (list, tuple)):
         return len({int(row) for batch in batches for row in batch})
-    if iter(batches) is not batches:
+    if not hasattr(batches, "__next__"):  # an iterator would be used up
         generators = [(generator, generator.get_state()) for generator in _generators(loader)]
         with own_random_state(torch.device("cpu")):
             count = len({int(row) for batch in batches for row in batch})

@@ -24,15 +24,12 @@ from . import distributed
 from .batches import Batch, BatchSource
 from .guard import Guard, GuardState
 from .history import History, Step
+from .interrupts import SecondInterrupt, held_back
 from .problem import Problem
 from .progress import Progress
-from .structure import differences
 from .validation import HeldOut, score, try_out
 
 log = logging.getLogger("tighter_gp")
-
-# What a checkpoint holds.
-_PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "history", "failures", "best", "callbacks")
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,9 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
             _try_validation(problem, plan)
             try:
                 _loop(problem, source, guard, plan, state, progress)
-            except KeyboardInterrupt:
-                _save(problem, guard, plan, state, finished=False)
+            except KeyboardInterrupt as error:
+                if not isinstance(error, SecondInterrupt):
+                    _save(problem, guard, plan, state, finished=False)
                 raise
         if state.best is not None:
             problem.load_state(state.best)
@@ -124,7 +122,8 @@ def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state
     while not stop and history.steps < plan.total:
         with problem.own_random_state():
             batch = next(batches)
-            converged = _step(problem, guard, plan, state, batch)
+            with held_back():
+                converged = _step(problem, guard, plan, state, batch)
             progress.step(history)
             stop = _after_step(problem, source, plan, state) or bool(converged)
             if stop or history.steps == plan.total:
@@ -267,16 +266,7 @@ def _restore(problem: Problem, guard: Guard, plan: Plan) -> tuple[RunState, bool
     saved = checkpoints.load(plan.checkpoint, problem.device)
     if saved is None:
         return None
-    missing = [name for name in _PARTS if name not in saved]
-    if missing:
-        raise ValueError(
-            f"{plan.checkpoint} is not a checkpoint of fit: it has no {', '.join(missing)}. Delete it or use another path."
-        )
-    different = differences(saved["config"], plan.config)
-    if different:
-        raise ValueError(
-            f"{plan.checkpoint} belongs to another run: {'; '.join(different)}. Delete it or use another path."
-        )
+    checkpoints.check_state(plan.checkpoint, saved, plan.config)
     problem.load_state(saved)
     past = saved["history"]
     past["validation"] = [tuple(entry) for entry in past["validation"]]

@@ -20,7 +20,6 @@ from .._checks import NUMERICAL_ERRORS
 from ..compiled import CompiledStep
 from . import distributed
 from .batches import Batch
-from .interrupts import held_back
 from .lbfgs import FullBatchLBFGS
 from .optimizers import Optimizers
 from .problem import Problem
@@ -65,7 +64,7 @@ class Step(Protocol):
         ...
 
     def step(self, state: Any, batch: Batch, call: Call) -> tuple[Any, Info]:
-        """Take a step. One that fails changes neither parameters nor state."""
+        """Take a step. One that fails leaves the parameters as they were."""
         ...
 
     def state_dict(self, state: Any) -> dict[str, Any]:
@@ -193,9 +192,8 @@ class AdamStep:
         if state is None:
             state = self.make_optimizers({n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse})
         call.keep()
-        with held_back():
-            state.scale_down(largest)
-            state.step(self.schedule(call.fraction), call.damping)
+        state.scale_down(largest)
+        state.step(self.schedule(call.fraction), call.damping)
         return state, Info(loss)
 
     def state_dict(self, state: Optimizers | None) -> dict[str, Any]:
