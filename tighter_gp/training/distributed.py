@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["agreed", "barrier", "group", "is_active", "rank", "start", "stop", "world_size"]
+__all__ = ["agreed", "barrier", "group", "is_active", "local_device", "rank", "start", "stop", "world_size"]
 
 # Groups started by this process so far; each meets in a corner of its own, since torchrun's store remembers the last.
 _started = itertools.count()
@@ -52,6 +52,20 @@ def world_size() -> int:
         1
     """
     return dist.get_world_size() if is_active() else 1
+
+
+def local_device() -> torch.device:
+    """The device of this process: the GPU that ``torchrun`` gave it by its local rank, the first one, or the CPU.
+
+    Example:
+        >>> tighter_gp.training.distributed.local_device().type in ("cpu", "cuda")
+        True
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def start(device: torch.device | str = "cpu") -> torch.device:
@@ -103,7 +117,7 @@ def group(device: torch.device) -> Iterator[None]:
         if torch.cuda.device_count() > 1 and device.index != local:
             raise ValueError(
                 f"The model is on {device} in the process with LOCAL_RANK {local}: move model and data to cuda:{local}, "
-                "such as with device = tighter_gp.training.distributed.start('cuda')."
+                "such as with device = tighter_gp.training.distributed.local_device()."
             )
         torch.cuda.set_device(device)
     _start_group("nccl" if device.type == "cuda" else "gloo")
