@@ -141,6 +141,17 @@ def test_a_default_device_does_not_break_the_batches():
         assert source.fingerprint() == ArrayBatches(x.numpy(), y.numpy(), {}, 16, 0, x).fingerprint()
 
 
+def test_a_default_device_does_not_change_a_run():
+    options = {"steps": 5, "batch_size": 16, "validation": data(19)}
+    expected = fit(*problem(), *data(), **options)
+    model, likelihood = problem()
+    x, y = data()
+    with torch.device("meta"):
+        history = fit(model, likelihood, x, y, **options)
+    assert history.loss == expected.loss
+    assert history.validation == expected.validation
+
+
 def test_inputs_of_one_dimension_and_whole_numbers_train():
     x, y = data()
     column = (10 * x[:, :1]).round()

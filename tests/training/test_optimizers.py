@@ -12,7 +12,7 @@ import tighter_gp
 from tests.training.problems import M, N, collapsed, data, gplvm, per_point, problem, state
 from tighter_gp.training import fit
 from tighter_gp.training.lbfgs import FullBatchLBFGS
-from tighter_gp.training.optimizers import Optimizers
+from tighter_gp.training.optimizers import Optimizers, can_fuse
 
 
 def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
@@ -153,3 +153,11 @@ def test_only_gradients_that_overflow_are_scaled_and_natural_ones_never():
     assert narrow.grad.tolist() == pytest.approx([0.92e15, -1.84e15], rel=0.01)
     assert wide.grad.tolist() == [1e20, -2e20]
     assert natural.grad[1].item() == pytest.approx(-2e20)
+
+
+def test_adam_is_fused_where_all_parameters_are_on_cuda():
+    class OnCuda:
+        is_cuda = True
+
+    assert can_fuse([OnCuda(), OnCuda()]) is True
+    assert can_fuse([OnCuda(), torch.zeros(2)]) is None

@@ -209,8 +209,8 @@ def _sampled(likelihood: Any, q: MultivariateNormal, y: Tensor, missing: Tensor,
 
 def _normal_draws(num_draws: int, num_functions: int, like: Tensor) -> Tensor:
     """Standard normal draws, ``S x T``, from a scrambled Sobol sequence; the same ones always."""
-    engine = torch.quasirandom.SobolEngine(num_functions, scramble=True, seed=0)
-    with torch.device("cpu"):
+    with torch.device("cpu"):  # whatever the default device is
+        engine = torch.quasirandom.SobolEngine(num_functions, scramble=True, seed=0)
         uniform = engine.draw(num_draws, dtype=torch.float64)
     return torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12)).to(like)
 
