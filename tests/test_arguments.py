@@ -28,8 +28,9 @@ from tighter_gp.arguments import argument_names, check_arguments
 def test_a_misspelt_argument_of_fit_is_named_with_the_nearest_real_one(name, nearest):
     model, likelihood = problem()
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    value = torch.ones(N - 1) if name == "noises" else 1
     with pytest.raises(TypeError, match=rf"fit\(\) got an unknown argument '{name}'; did you mean '{nearest}'\?"):
-        tighter_gp.fit(model, likelihood, *data(), steps=1, **{name: 1})
+        tighter_gp.fit(model, likelihood, *data(), steps=1, **{name: value})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -135,3 +136,10 @@ def test_the_function_that_was_called_is_named():
 
     with pytest.raises(TypeError, match=r"evaluate\(\) got an unknown argument 'batchsize'; did you mean 'batch_size'"):
         check_arguments({"batchsize": 2}, likelihoods.GaussianLikelihood(), function=evaluate)
+
+
+def test_noise_is_one_variance_per_point():
+    with pytest.raises(TypeError, match="one variance per point; got float"):
+        tighter_gp.fit(*problem(), *data(), steps=1, noise=0.1)
+    with pytest.raises(TypeError, match="one variance per point; got float"):
+        tighter_gp.fit(*problem(), *data(), steps=1, validation=(*data(19), {"noise": 0.1}))

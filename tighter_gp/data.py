@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "first_parameter", "move", "num_rows", "row_dim"]
+__all__ = ["Rows", "check_kind", "first_parameter", "move", "num_rows", "row_dim"]
 
 # How many values of an array its fingerprint looks at.
 _SAMPLE = 4096
@@ -106,6 +106,19 @@ class Rows:
         sample = self.on_host(torch.arange(0, len(self), stride, device="cpu")).detach().cpu().double()
         shape = str(tuple(self.shape)).encode()
         return hashlib.sha256(shape + sample.contiguous().numpy().tobytes()).digest()
+
+
+def check_kind(name: str, value: Any) -> None:
+    """Raise if ``noise=`` is not a tensor or an array with one variance per point; other arguments may be anything.
+
+    Example:
+        >>> tighter_gp.data.check_kind("noise", torch.ones(3))
+    """
+    if name == "noise" and not isinstance(value, (Tensor, np.ndarray)):
+        raise TypeError(
+            f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
+            "points is the likelihood's own: likelihood.noise = value."
+        )
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:

@@ -373,6 +373,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(tmp_p
     [
         ({"lr": 0.2}, r"lr was 0\.01 and is 0\.2"),
         ({"schedule": "linear"}, "schedule was cosine and is linear"),
+        ({"schedule": lambda done: 1 - 0.5 * done}, "schedule was cosine and is a function with values 1, 0.875, 0.75"),
         ({"objective": gpytorch.mlls.VariationalELBO}, "objective was TighterELBO.* and is VariationalELBO"),
         (
             {"objective": lambda *args: tighter_gp.TighterELBO(*args, beta=0.5)},
@@ -539,3 +540,11 @@ def test_a_second_ctrl_c_is_not_held_back_and_writes_nothing(tmp_path, monkeypat
     assert len(calls) == 3
     assert not (tmp_path / "run.pt").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_schedule_is_known_by_its_values(tmp_path):
+    options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt", "resume": True}
+    for steps, slope in ((3, 0.5), (4, 1 / 2)):
+        fit(*problem(), *data(), steps=steps, schedule=lambda done, slope=slope: 1 - slope * done, **options)
+    with pytest.raises(ValueError, match=r"schedule was a function with values 1, 0\.875"):
+        fit(*problem(), *data(), steps=5, schedule=lambda done: 1 - 0.3 * done, **options)

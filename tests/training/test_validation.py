@@ -8,12 +8,13 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.likelihoods import GaussianLikelihoodWithMissingObs
+from gpytorch.models.deep_gps import DeepGP
 from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
 from tests.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import D, M, N, collapsed, data, parameters, problem, svgp
-from tighter_gp.training import fit, mean_nlpd, run
+from tighter_gp.training import fit, mean_nlpd, run, validation
 
 
 def test_mean_nlpd_is_the_mean_of_gaussian_log_densities_whatever_the_chunk():
@@ -157,7 +158,7 @@ def test_targets_that_would_broadcast_are_refused_by_the_score(strategy):
         mean_nlpd(model, likelihood, x, y, noise=torch.ones(52))
 
 
-def test_a_label_a_point_fits_several_functions_but_not_several_gaussian_outputs():
+def test_a_label_per_point_fits_several_functions_but_not_several_gaussian_outputs():
     x, y = data(4)
 
     class Three(gpytorch.models.ApproximateGP):
@@ -409,3 +410,30 @@ def test_held_out_data_on_another_device_are_named(place):
 def test_an_unknown_argument_of_the_held_out_points_is_refused():
     with pytest.raises(TypeError, match="unknown argument 'noises'"):
         fit(*problem(), *data(), steps=1, validation=(*data(19), {"noises": torch.ones(19)}))
+
+
+def test_the_density_of_a_deep_gp_is_the_mean_over_its_samples():
+    x, y = data()
+    means = torch.randn(4, N)
+
+    class Deep(DeepGP):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            rows = (x[:, None] == data()[0][None]).all(-1).long().argmax(-1)
+            return gpytorch.distributions.MultivariateNormal(means[:, rows], 0.3 * torch.eye(len(x)).expand(4, -1, -1))
+
+    density = torch.distributions.Normal(means, math.sqrt(0.3 + 0.2)).log_prob(y).exp().mean(0).log()
+    assert mean_nlpd(Deep(), make_noise(0.2), x, y, 20) == pytest.approx(-density.mean().item(), rel=1e-9)
+
+
+def test_a_collapsed_model_passes_over_its_data_once_per_score(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        validation, "predict", lambda *args, **kwargs: calls.append(0) or tighter_gp.predict(*args, **kwargs)
+    )
+    model, likelihood = collapsed()
+    mean_nlpd(model, likelihood, *data(19), batch_size=4)
+    assert len(calls) == 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import Rows, row_dim
+from ..data import Rows, check_kind, row_dim
 from . import distributed
 from .randomness import seed_of
 
@@ -56,6 +56,11 @@ class BatchSource(ABC):
     @abstractmethod
     def iterate(self, start: int) -> Iterator[Batch]:
         """The batches from step ``start`` on, without end."""
+
+    def add_arguments(self, kwargs: dict[str, Any]) -> None:
+        """Per-point arguments that go with the batches."""
+        if kwargs:
+            raise TypeError(f"A {type(self).__name__} has no place for {', '.join(kwargs)}.")
 
     def fingerprint(self) -> bytes:
         """A hash that is the same in every process if the data must be."""
@@ -98,13 +103,19 @@ class ArrayBatches(BatchSource):
                 f"x has {self.num_data} points, and y of shape {tuple(y.shape)} does not; give y as N, N x T or ... x N."
             )
         self.y = Rows(y, like, dim=y_dim, name="y")
-        self.kwargs = {name: self._argument(name, value) for name, value in kwargs.items()}
+        self.kwargs: dict[str, Any] = {}
+        self.add_arguments(kwargs)
         self.seed, self.like, self.is_split, self.check_y = seed, like, is_split, check_y
         self._on_disk = self.y.is_array or (self.x is not None and self.x.is_array)
         self.batch_size = self.num_data if batch_size is None else min(batch_size, self.num_data)
         self.steps_per_epoch = -(-self.num_data // self.batch_size)
 
+    def add_arguments(self, kwargs: dict[str, Any]) -> None:
+        """Per-point arguments that go with the batches, beside those there are or in place of them."""
+        self.kwargs |= {name: self._argument(name, value) for name, value in kwargs.items()}
+
     def _argument(self, name: str, value: Any) -> Any:
+        check_kind(name, value)
         if not isinstance(value, (Tensor, np.ndarray)):
             return value
         if value.shape[-1:] != (self.num_data,) and tuple(value.shape) != tuple(self.y.shape):

@@ -23,7 +23,8 @@ from .progress import Progress
 from .run import Plan, train
 from .sources import is_collapsed, make_objective, make_source, reference
 from .steps import AdamStep, LBFGSStep
-from .structure import describe, name_of
+from .steps import Step as KindOfStep
+from .structure import describe, describe_schedule
 from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
@@ -173,32 +174,20 @@ def fit(
             likelihood,
             x,
             y,
-            kwargs,
             batch_size=None if collapsed or optimizer == "lbfgs" else batch_size,
             seed=seed,
             is_split=optimizer == "adam" and not collapsed,
             num_data=num_data,
         )
-        distributed.check_same(source.fingerprint(), like.device)
         mll = make_objective(model, likelihood, objective, source.num_data)
         check_arguments(kwargs, likelihood, mll, function=fit)
+        source.add_arguments(kwargs)
+        distributed.check_same(source.fingerprint(), like.device)
         if steps is None:
             default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
             steps = (default if epochs is None else epochs) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
-        step: AdamStep | LBFGSStep
-        settings: dict[str, Any] = {}
-        if optimizer == "lbfgs":
-            step = LBFGSStep(problem)
-        else:
-            natural = natural_parameters(model, natural_gradients)
-            step = AdamStep(
-                problem,
-                make_schedule(schedule),
-                lambda sparse: Optimizers(problem.parameters, sparse, natural, lr, natural_gradients, source.num_data),
-                compile,
-            )
-            settings = {"lr": lr, "schedule": name_of(schedule), "natural_gradients": natural_gradients}
+        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile)
         plan = Plan(
             total=steps,
             validation=None if validation is None else held_out_data(likelihood, validation, like),
@@ -221,6 +210,26 @@ def fit(
         )
         guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
         return train(problem, source, guard, plan, Progress(progress, steps))
+
+
+def _make_step(
+    problem: Problem,
+    optimizer: str,
+    lr: float,
+    schedule: str | Callable[[float], float] | None,
+    natural_gradients: bool | float,
+    compile: bool,
+) -> tuple[KindOfStep, dict[str, Any]]:
+    """One way to train, and the settings that tell it from another."""
+    if optimizer == "lbfgs":
+        return LBFGSStep(problem), {}
+    natural = natural_parameters(problem.model, natural_gradients)
+
+    def make_optimizers(sparse: set[str]) -> Optimizers:
+        return Optimizers(problem.parameters, sparse, natural, lr, natural_gradients, problem.num_data)
+
+    settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
+    return AdamStep(problem, make_schedule(schedule), make_optimizers, compile), settings
 
 
 def _hyperparameters(problem: Problem, error: Exception) -> str:

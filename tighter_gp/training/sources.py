@@ -59,7 +59,6 @@ def make_source(
     likelihood: Any,
     x: Any,
     y: Any,
-    kwargs: dict[str, Any],
     *,
     batch_size: int | None,
     seed: int,
@@ -85,8 +84,7 @@ def make_source(
         raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
     if not isinstance(y, (Tensor, np.ndarray)):
         raise TypeError(f"y must be a tensor or a numpy array; got {type(y).__name__}.")
-    if fixed is not None:
-        kwargs = {"noise": fixed, **kwargs}
+    kwargs = {} if fixed is None else {"noise": fixed}
     source = ArrayBatches(x, y, kwargs, batch_size, seed, like, is_split, check_y)
     # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.
     if isinstance(x, Tensor):

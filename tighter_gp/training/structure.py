@@ -41,9 +41,11 @@ def _settings(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield name.removeprefix("_buffered_"), str(buffer.tolist()[:8] if buffer.dim() else buffer.item())
 
 
-def name_of(function: str | Callable[..., Any] | None) -> str:
-    """A name for a setting that may be a function."""
-    return function if isinstance(function, str) else str(getattr(function, "__qualname__", type(function).__name__))
+def describe_schedule(schedule: str | Callable[[float], float] | None) -> str:
+    """Its name, or some values of a function."""
+    if callable(schedule):
+        return "a function with values " + ", ".join(f"{float(schedule(done / 4)):.4g}" for done in range(5))
+    return str(schedule or "constant")
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,20 +14,21 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
+from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from .._checks import NUMERICAL_ERRORS
 from .._modes import chunks, temporary_mode
 from ..arguments import check_arguments
 from ..collapsed import CollapsedGP
-from ..data import Rows, first_parameter, num_rows, row_dim
+from ..data import Rows, check_kind, first_parameter, num_rows, row_dim
 from ..labels import check_labels
 from ..likelihoods.properties import is_gaussian, observed
 from ..predictive import predict
 from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .densities import log_density
 
-# Models that ``predict`` takes, at the memory of one chunk.
+# Strategies of models that ``predict`` takes.
 _PREDICTED = (TighterVariationalStrategy, SolveGPVariationalStrategy)
 
 
@@ -49,6 +51,7 @@ class HeldOut:
             )
         check_arguments(kwargs, likelihood)
         for name, value in kwargs.items():
+            check_kind(name, value)
             if isinstance(value, (Tensor, np.ndarray)) and value.shape[-1:] != (num_points,):
                 raise ValueError(
                     f"{name}= must have one value per held-out point, ... x {num_points}; got {tuple(value.shape)}."
@@ -115,9 +118,8 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
     """:func:`mean_nlpd` of points that were looked at before."""
     total, count = 0.0, 0
     with temporary_mode(model, False), temporary_mode(likelihood, False):
-        for rows in chunks(len(held_out), batch_size):
-            x, y, kwargs = held_out.take(rows)
-            q = _predictive(model, x, batch_size)
+        for rows, q in _predictions(model, held_out, batch_size):
+            _, y, kwargs = held_out.take(rows)
             _check_shape(likelihood, y, q)
             density = log_density(likelihood, q, y, **kwargs).double()
             if isinstance(model, DeepGP):
@@ -129,11 +131,23 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
     return total / count if count else math.nan
 
 
-def _predictive(model: Any, x: Tensor, batch_size: int) -> MultivariateNormal:
+def _predictions(model: Any, held_out: HeldOut, batch_size: int) -> Iterator[tuple[slice, MultivariateNormal]]:
+    """The latent predictive distribution of each chunk of points."""
+    if not _has_diagonal(model):
+        for rows in chunks(len(held_out), batch_size):
+            yield rows, model(held_out.x[rows])
+        return
+    # At once: what does not depend on the points, perhaps a pass over the training data, is computed once.
+    q = predict(model, held_out.x[:], batch_size=batch_size)
+    mean, variance = q.mean, q.variance
+    for rows in chunks(len(held_out), batch_size):
+        yield rows, MultivariateNormal(mean[..., rows], DiagLinearOperator(variance[..., rows]))
+
+
+def _has_diagonal(model: Any) -> bool:
+    """Whether ``predict`` takes the model."""
     is_ours = isinstance(getattr(model, "variational_strategy", None), _PREDICTED)
-    if is_ours or isinstance(model, (ExactGP, CollapsedGP)):
-        return predict(model, x, batch_size=batch_size)
-    return model(x)
+    return is_ours or isinstance(model, (ExactGP, CollapsedGP))
 
 
 def _points(y: Tensor, q: MultivariateNormal) -> torch.Size:
@@ -163,7 +177,7 @@ def try_out(model: Any, likelihood: Likelihood, held_out: HeldOut) -> None:
     """Score one point: what does not fit the model is found before the training, not after."""
     with suppress(*NUMERICAL_ERRORS), torch.no_grad(), temporary_mode(model, False), temporary_mode(likelihood, False):
         x, y, kwargs = held_out.take(slice(1))
-        q = _predictive(model, x, 1)
+        q = predict(model, x) if _has_diagonal(model) else model(x)
         _check_shape(likelihood, y, q)
         log_density(likelihood, q, y, **kwargs)
 
