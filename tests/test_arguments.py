@@ -143,3 +143,11 @@ def test_noise_is_one_variance_per_point():
         tighter_gp.fit(*problem(), *data(), steps=1, noise=0.1)
     with pytest.raises(TypeError, match="one variance per point; got float"):
         tighter_gp.fit(*problem(), *data(), steps=1, validation=(*data(19), {"noise": 0.1}))
+
+
+def test_without_anything_near_it_says_what_there_is():
+    with pytest.raises(
+        TypeError, match=r"an objective got an unknown argument 'x'\. BernoulliLikelihood takes per point"
+    ):
+        check_arguments(["x"], likelihoods.BernoulliLikelihood())
+    assert argument_names(likelihoods.BernoulliLikelihood(), dict) == set()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from linear_operator.utils.errors import NotPSDError
+from linear_operator.utils.errors import NanError, NotPSDError
 
 from tests.training.problems import (
     Interrupted,
@@ -22,6 +22,8 @@ from tests.training.problems import (
 )
 from tighter_gp.training import checkpoint as checkpoints
 from tighter_gp.training import fit
+from tighter_gp.training import steps as training_steps
+from tighter_gp.training.guard import Guard
 from tighter_gp.training.problem import Problem
 
 
@@ -171,3 +173,53 @@ def test_a_run_in_which_no_step_succeeds_raises_at_its_end(optimizer, tmp_path):
 def test_a_run_whose_last_steps_fail_ends_as_usual():
     history = fit(*problem(), *data(), objective=failing_objective({1, 2}, "raise"), steps=3, batch_size=16)
     assert [math.isnan(loss) for loss in history.loss] == [False, True, True]
+
+
+class Recorded:
+    """A step of one number, as anybody might write it: the guard knows no more of it."""
+
+    name = "recorded"
+
+    def __init__(self, parameter, fails):
+        self.parameter, self.fails = parameter, fails
+
+    def init(self):
+        return 0
+
+    def step(self, state, batch, call):
+        if state in self.fails:
+            return state + 1, training_steps.Info(math.nan, NanError("no"))
+        call.keep()
+        with torch.no_grad():
+            self.parameter += call.damping
+        return state + 1, training_steps.Info(self.parameter.item())
+
+    def state_dict(self, state):
+        return {"count": state}
+
+    def load_state_dict(self, saved):
+        return saved["count"]
+
+
+def test_a_guard_skips_undoes_and_damps_any_step():
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    guard = Guard(Recorded(parameter, {2, 3}), {"parameter": parameter}, 5, lambda error: "none")
+    state, values = guard.init(), []
+    for number in range(6):
+        state, info = guard.step(state, None, number, number / 6)
+        values.append((parameter.item(), info.skipped, state.failures))
+    assert values[:4] == [(1.0, "", 0), (2.0, "", 0), (2.0, "no", 1), (1.0, "no The last update was undone.", 2)]
+    # After the undoing the step starts anew, a quarter as large.
+    assert [value for value, _, _ in values[4:]] == pytest.approx([1.25, 1.525])
+    restored = guard.load_state_dict(guard.state_dict(state), state.failures)
+    assert (restored.inner, restored.damping, restored.before) == (state.inner, state.damping, state.before)
+
+
+def test_a_guard_gives_up_with_the_last_error():
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    guard = Guard(Recorded(parameter, set(range(9))), {"parameter": parameter}, 2, lambda error: f"of {error}")
+    state, _ = guard.step(guard.init(), None, 0, 0.0)
+    with pytest.raises(
+        RuntimeError, match=r"2 steps in a row failed, the last, step 1, with: no Hyperparameters: of no"
+    ):
+        guard.step(state, None, 1, 0.5)

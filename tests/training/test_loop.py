@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 
@@ -13,6 +14,7 @@ from tests.training.problems import M, N, data, parameters, problem
 from tighter_gp.training import fit
 from tighter_gp.training import steps as training_steps
 from tighter_gp.training.optimizers import SCHEDULES
+from tighter_gp.training.randomness import seed_generators
 
 
 def test_mini_batch_training_raises_the_bound_and_restores_modes():
@@ -98,3 +100,28 @@ def test_compiling_a_collapsed_model_is_an_error():
     x, y = data()
     with pytest.raises(ValueError, match="compile=True is for Adam"):
         fit(*problem(), x, y, optimizer="lbfgs", compile=True)
+
+
+def test_a_compiled_step_that_fails_is_tried_again_eagerly(monkeypatch):
+    class Nothing:
+        def __init__(self, mll):
+            self.mll = mll
+
+        def __call__(self, x, y):
+            return torch.full((), math.nan)
+
+    monkeypatch.setattr(training_steps, "CompiledStep", Nothing)
+    x, y = data()
+    options = {"steps": 5, "batch_size": 16}
+    assert fit(*problem(), x, y, compile=True, **options).loss == fit(*problem(), x, y, **options).loss
+
+
+def test_a_device_with_a_generator_of_its_own_is_seeded_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seen.append(seed))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(device)))
+    state = torch.get_rng_state()
+    seed_generators(11, torch.device("cuda", 1))
+    assert seen == [torch.device("cuda", 1), 11]
+    assert torch.initial_seed() == 11
+    torch.set_rng_state(state)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import Rows, check_kind, row_dim
+from ..data import Rows, check_kind, move, row_dim
 from . import distributed
 from .randomness import seed_of
 
@@ -153,10 +153,13 @@ class ArrayBatches(BatchSource):
         elif self._on_disk:
             taken = rows = rows.sort().values  # a file on disk is read front to back
         kwargs = {name: value[taken] if isinstance(value, Rows) else value for name, value in self.kwargs.items()}
-        if self.check_y is not None and self.y.is_array:
-            self.check_y(self.y.on_host(rows))
         x = None if self.x is None else self.x[taken]
-        return Batch(x, self.y[taken], rows.to(device), kwargs, weight)
+        y = self.y.on_host(taken)
+        if self.y.is_array:
+            if self.check_y is not None:
+                self.check_y(y)
+            y = move(y, device)
+        return Batch(x, y, rows.to(device), kwargs, weight)
 
     def fingerprint(self) -> bytes:
         """A hash of shapes and of a sample of all values."""

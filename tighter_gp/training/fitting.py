@@ -77,7 +77,7 @@ def fit(
 
     While it runs there is a progress bar in a terminal, or a line per tenth of the run in the log, at level ``INFO``; at
     the end a line with steps, seconds and scores. Ctrl-C writes a checkpoint, if there is a path for one, before the
-    ``KeyboardInterrupt`` goes on.
+    ``KeyboardInterrupt`` continues.
 
     :param model: An :class:`~gpytorch.models.ApproximateGP`, a deep GP, an :class:`~gpytorch.models.ExactGP` with a
         :class:`~tighter_gp.TighterInducingPointKernel`, or a :class:`~tighter_gp.CollapsedGP`.

@@ -69,11 +69,6 @@ class Guard:
         self.inner, self.parameters = step, parameters
         self.max_failures, self.describe = max_failures, describe
 
-    @property
-    def name(self) -> str:
-        """The wrapped step's name."""
-        return self.inner.name
-
     def init(self) -> GuardState:
         """The state before the first step."""
         return GuardState(self.inner.init())

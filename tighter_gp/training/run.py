@@ -281,7 +281,7 @@ def _restore(problem: Problem, guard: Guard, plan: Plan) -> tuple[RunState, bool
         saved["best"],
         saved.get("pending", False),
     )
-    # A run that was asked for more steps than before goes on.
+    # A run that was asked for more steps than before continues.
     finished = bool(saved["finished"]) and (plan.total <= saved["total"] or bool(history.stopped))
     if not finished and distributed.rank() == 0:
         log.info("resumed after %d of %d steps from %s", history.steps, plan.total, plan.checkpoint)
