@@ -20,9 +20,11 @@ __all__ = ["argument_names", "check_arguments"]
 # What other libraries call it.
 _SYNONYMS = {
     "alpha": "lr",
+    "bs": "batch_size",
     "callback": "callbacks",
     "iterations": "steps",
     "learning_rate": "lr",
+    "loss": "objective",
     "max_epochs": "epochs",
     "max_iter": "steps",
     "maxiter": "steps",
@@ -88,6 +90,7 @@ def check_arguments(
     *,
     function: Callable[..., Any] | None = None,
     allowed: Iterable[str] | None = None,
+    owner: str | None = None,
 ) -> None:
     """Raise if an argument is one that nobody would use, and name the nearest that somebody would.
 
@@ -96,6 +99,7 @@ def check_arguments(
     :param objective: The objective, if there is one.
     :param function: The function that was called, whose own arguments may have been meant.
     :param allowed: The per-point arguments to allow; default :func:`argument_names`.
+    :param owner: Who takes them, for the message; default the class of the likelihood.
     :raises TypeError: If one is unknown.
 
     Example:
@@ -114,17 +118,18 @@ def check_arguments(
     own = [name for name in parameters if name != "kwargs"]
     name = unknown[0]
     nearest = _nearest(name, [*own, *sorted(legal)])
-    per_point = f"{type(likelihood).__name__} takes per point: {', '.join(sorted(legal)) or 'nothing'}."
+    owner = owner or type(likelihood).__name__
+    per_point = f"{owner} takes per point: {', '.join(sorted(legal)) or 'nothing'}."
     raise TypeError(f"{called} got an unknown argument {name!r}{nearest} {per_point}")
 
 
 def _nearest(name: str, known: list[str]) -> str:
     meant = _SYNONYMS.get(name.lower())
-    close = [meant] if meant in known else get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    close = [meant] if meant in known else get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     contained = [other for other in known if len(other) > 3 and (other in name or name in other)]
-    if found := close or contained or get_close_matches(name.lower(), known, n=1, cutoff=0.0):
+    if found := close or contained:
         return f"; did you mean {found[0]!r}?"
-    return "."
+    return f"; known are {', '.join(known)}." if known else "."
 
 
 def _of_gaussian(likelihood: Any) -> set[str]:

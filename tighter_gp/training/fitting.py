@@ -165,7 +165,8 @@ def fit(
         refuse_natural(model, natural_gradients)
     if collapsed or hasattr(x, "dataset"):
         # Neither has a place for them.
-        check_arguments(kwargs, likelihood, function=fit, allowed=())
+        owner = f"A {type(model if collapsed else x).__name__}"
+        check_arguments(kwargs, likelihood, function=fit, allowed=(), owner=owner)
 
     like = reference(model, likelihood)
     with distributed.group(like.device):

@@ -111,13 +111,15 @@ def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tupl
             continue
         values = Rows(given, like, is_input=name == "x", name=name)
         check_finite(name, values[:], likelihood if name == "y" else None)
-        same = values.shape == own[name].shape and _equal(values[:], own[name])
-        if not same:
-            raise ValueError(
-                f"{name} is not what the model was built with ({tuple(values.shape)} against {tuple(own[name].shape)}, or "
-                f"other values), and {type(model).__name__} trains on its own data: leave {name} out, or build the model "
-                "on these."
-            )
+        found = "other values"
+        if values.shape != own[name].shape:
+            found = f"{tuple(values.shape)} against {tuple(own[name].shape)}"
+        elif _equal(values[:], own[name]):
+            continue
+        raise ValueError(
+            f"{name} is not what the model was built with ({found}), and {type(model).__name__} trains on its own data: leave "
+            f"{name} out, or build the model on these."
+        )
     return own["x"], own["y"]
 
 
