@@ -1,7 +1,7 @@
 """Classification of digits: ten latent GPs and a softmax on MNIST (the paper's Section 5.4).
 
 The ten functions share inducing points and an RBF kernel. The scales of the tighter methods are the best for each point
-and class (``--conditional curvature``), or follow from one learned beta a class, as in the paper (``beta``). Bounds are
+and class (``--conditional optimal``), or follow from one learned beta a class, as in the paper (``beta``). Bounds are
 evaluated on the whole training set at each run's own parameters, with the same draws for both.
 """
 
@@ -40,7 +40,7 @@ SMOKE = {"datasets": ["digits"], "num_inducing": [16], "epochs": 2, "batch_size"
 
 SCHEDULE = "cosine"
 NUM_CLASSES = 10
-CONDITIONALS = ("curvature", "beta")
+CONDITIONALS = ("optimal", "beta")
 DATASETS = {"mnist": load_mnist, "digits": lambda data_dir, **kwargs: load_digits(**kwargs)}
 
 # Draws of the latents a point: in training, and for the reported numbers.
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the experiment."""
     add_common(parser, DEFAULTS)
     parser.add_argument(
-        "--conditional", default=CONDITIONALS[0], choices=CONDITIONALS, help="scales of the tighter methods (curvature)"
+        "--conditional", default=CONDITIONALS[0], choices=CONDITIONALS, help="scales of the tighter methods (optimal)"
     )
     parser.add_argument(
         "--traces", type=int, default=5, metavar="N", help="times to score the test set in training (5)"
@@ -190,7 +190,7 @@ def bounds(method: str, model: Any, likelihood: Any, data: Split, start: models.
     A tighter method has its own scales; for a method trained with the standard bound they are the best for each point.
     """
     partner = method.removeprefix("t-") if models.METHODS[method].tighter else f"t-{method}"
-    other, _ = models.make_classification(partner, start, NUM_CLASSES, "curvature")
+    other, _ = models.make_classification(partner, start, NUM_CLASSES, "optimal")
     own = model.state_dict()
     other.load_state_dict({name: own[name] for name in other.state_dict()})
     tighter, base = (model, other) if models.METHODS[method].tighter else (other, model)

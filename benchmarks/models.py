@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 import tighter_gp
-from tighter_gp.conditionals import BetaConditional, CurvatureConditional
+from tighter_gp.conditionals import BetaConditional, OptimalConditional
 from tighter_gp.inducing import kmeans, median_lengthscale, split_inducing_points
 
 from .data import Split
@@ -136,12 +136,12 @@ def make_classification(
 ) -> tuple[SparseGP, MarginalSoftmax]:
     """A latent GP a class, with shared inducing points and RBF kernel, and a softmax.
 
-    :param conditional: Who chooses the scales of a tighter method: ``"beta"`` or ``"curvature"``.
+    :param conditional: Who chooses the scales of a tighter method: ``"beta"`` or ``"optimal"``.
     """
     kernel = ScaleKernel(RBFKernel())
     chosen: Any = conditional if METHODS[method].tighter else "optimal"
-    if chosen == "curvature":
-        chosen = CurvatureConditional(num_steps=2)  # more make no difference to the seventh digit of the bound
+    if chosen == "optimal":
+        chosen = OptimalConditional(num_steps=2)  # more make no difference to the seventh digit of the bound
     elif chosen == "beta":
         chosen = BetaConditional(torch.Size([num_classes]))
         # At the start all classes are equally likely, and E[-d^2 log p(y|f) / df^2] is p (1 - p).

@@ -21,7 +21,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import tighter_gp
-from tighter_gp.conditionals import BetaConditional, CurvatureConditional
+from tighter_gp.conditionals import BetaConditional
 
 QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
 DATA = os.environ.get("TIGHTER_GP_DATA")
@@ -66,7 +66,7 @@ print(f"{len(train_y)} training points, {num_inducing} inducing points")
 # | --- | --- | --- |
 # | `"scalar"` | one $m$ for all points | one, learned |
 # | `"beta"` | $m_n = \beta / (\beta + d_n)$ | one, learned |
-# | `"curvature"` | $m_n = 1/(1 + \lambda_n d_n)$, the best at the current q | none |
+# | `"optimal"` | $m_n = 1/(1 + \lambda_n d_n)$, the best at the current q | none |
 # | `PerPoint(N)` | one $m_n$ a training point | one a point, learned |
 #
 # Here $d_n$ is the variance that the inducing points leave unexplained, and $\lambda_n$ the expected curvature of
@@ -123,7 +123,7 @@ choices = {
     "SVGP": (None, BLUE),
     "scalar": ("scalar", PURPLE),
     "beta": (beta_from(4.0), ORANGE),
-    "curvature": ("curvature", VERMILION),
+    "optimal": ("optimal", VERMILION),
     "PerPoint": (tighter_gp.PerPoint(len(train_y)), GREEN),
 }
 binary = {name: fit_binary(points, conditional) for name, (conditional, _) in choices.items()}
@@ -143,7 +143,7 @@ print(f"{'all inputs':10s}{dense_bound:9.4f}   (SVGP with an inducing point at e
 
 # %% [markdown]
 # *bound* is per datum, *error* is the share of test points on the wrong side, and NLPD the mean negative log predictive
-# density. `"curvature"` has nothing to learn and takes the best scale of each point at each step. `PerPoint` has to learn
+# density. `"optimal"` has nothing to learn and takes the best scale of each point at each step. `PerPoint` has to learn
 # the same scales one by one. `"scalar"` and `"beta"` fit one number to all points; which of them is better depends on the
 # data. All of them can reach SVGP's bound, since $m_n = 1$ is among their choices.
 
@@ -157,7 +157,7 @@ across, up = torch.meshgrid(
 grid = torch.stack([across.flatten(), up.flatten()], -1)
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, sharey=True, layout="constrained")
-for ax, name in zip(axes, ("SVGP", "curvature"), strict=True):
+for ax, name in zip(axes, ("SVGP", "optimal"), strict=True):
     model, _ = binary[name]
     with torch.no_grad():
         probability = likelihood(model(grid)).probs.reshape(resolution, resolution).cpu()
@@ -183,16 +183,15 @@ plt.show()
 #
 # ## The scales
 #
-# Take the model trained with `"curvature"` and look at its scales beside those that the other rules would choose for the
+# Take the model trained with `"optimal"` and look at its scales beside those that the other rules would choose for the
 # same residuals. The curvature of the logistic likelihood is $p(1-p)$, in expectation over q(f); the conditional solves
 # for the $m_n$ that is consistent with the q(f) it leads to.
 
 # %%
-model, _ = binary["curvature"]
+model, _ = binary["optimal"]
 strategy = model.variational_strategy
 with torch.no_grad():
-    prior_mean, projection, prior_variance = strategy.projected(train_x)
-    residual = tighter_gp.linalg.residual_variance(prior_variance, projection)
+    prior_mean, projection, residual = strategy.projector()(train_x)
     q = strategy.whitened()
     mean = prior_mean + tighter_gp.moments.projected_mean(projection, q)
     explained = tighter_gp.moments.explained_variance(projection, q)
@@ -209,7 +208,7 @@ with torch.no_grad():
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 d = torch.linspace(0, residual.max().item(), 100, device=device)
-axes[0].scatter(residual.cpu(), scales.cpu(), s=10, color=VERMILION, label="curvature, a dot a point")
+axes[0].scatter(residual.cpu(), scales.cpu(), s=10, color=VERMILION, label="optimal, one dot per point")
 axes[0].plot(d.cpu(), (beta / (beta + d)).detach().cpu(), color=ORANGE, label=f"beta: β = {beta.item():.2f}")
 axes[0].axhline(m.item(), color=PURPLE, linestyle="--", label=f"scalar: m = {m.item():.3f}")
 axes[0].axhline(1.0, color=BLUE, linestyle=":", label="SVGP")
@@ -258,27 +257,6 @@ try:
     gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(train_y))(model(train_x), train_y)
 except TypeError as error:
     print(error)
-
-# %% [markdown]
-# ## A collapsed bound for two classes
-#
-# `JaakkolaGPClassifier` replaces the logistic function by a quadratic lower bound. Then everything that holds for Gaussian
-# noise holds here: q(u) and the scales are in closed form, and hyperparameters are all that is left to train. The quadratic
-# costs something, so its bound lies below those of the table above.
-
-# %%
-for bound in ("standard", "tighter"):
-    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).to(device)
-    collapsed = tighter_gp.JaakkolaGPClassifier(train_x, train_y, points, kernel, bound=bound)
-    optimizer = torch.optim.Adam(collapsed.parameters(), lr=0.1)
-    for _ in range(steps // 2):
-        optimizer.zero_grad()
-        loss = -collapsed.bound() / len(train_y)
-        loss.backward()
-        optimizer.step()
-    q = collapsed.predict(test_x)
-    error = ((q.mean > 0) != (test_y > 0.5)).double().mean().item()
-    print(f"{bound:9s} bound per datum {-loss.item():.4f}, test error {error:.4f}")
 
 # %% [markdown]
 # ## Ten classes: digits
@@ -342,7 +320,7 @@ def make_conditional(name):
     """The three to compare; "optimal" under VariationalELBO is plain SVGP."""
     if name == "beta":
         return beta_from(num_classes**2 / (num_classes - 1), torch.Size([num_classes]))
-    return CurvatureConditional(num_steps=2) if name == "curvature" else "optimal"
+    return "optimal"
 
 
 def class_probabilities(model, x):
@@ -359,7 +337,7 @@ def class_probabilities(model, x):
 
 digit_results = {}
 with gpytorch.settings.num_likelihood_samples(10):
-    for name in ("SVGP", "beta", "curvature"):
+    for name in ("SVGP", "beta", "optimal"):
         torch.manual_seed(0)
         softmax = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=num_classes, mixing_weights=False)
         model = DigitGP(digit_points, make_conditional(name)).to(digits_x)
@@ -395,13 +373,13 @@ for name, result in digit_results.items():
 # %% [markdown]
 # Softmax is log-concave, so these are strict bounds up to the noise of sampling. Compare the bounds first: that is what the
 # method improves. One $\beta$ has to serve clear and unclear images of a class alike, and may gain little or nothing; the
-# scales of `"curvature"` differ from image to image. Test errors of so few images differ by single digits, so do not read
+# scales of `"optimal"` differ from image to image. Test errors of so few images differ by single digits, so do not read
 # much into them.
 #
 # Last, the images that the tighter model is least sure about.
 
 # %%
-probabilities = digit_results["curvature"]["probabilities"].cpu()
+probabilities = digit_results["optimal"]["probabilities"].cpu()
 hardest = probabilities.max(-1).values.argsort()[:8]
 side = math.isqrt(digits_test_x.size(-1))
 figure, axes = plt.subplots(1, len(hardest), figsize=(10, 1.9), layout="constrained")

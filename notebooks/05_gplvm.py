@@ -280,4 +280,4 @@ print(f"{int(train_hidden.sum())} hidden entries: RMSE {rmse:.4f}, against {mean
 # - `EncodedLatents` makes q(x) from the row by a network: new rows need no optimisation, and parameters do not grow with the
 #   table.
 # - `CollapsedBayesianGPLVM` has q(u) integrated out, for L-BFGS on tables that fit into memory.
-# - A likelihood other than Gaussian needs `conditional="beta"`, `"scalar"` or `"curvature"`, as in `03_classification`.
+# - A likelihood other than Gaussian works too, as in `03_classification`.

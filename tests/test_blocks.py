@@ -10,11 +10,11 @@ import pickle
 import gpytorch
 import pytest
 import torch
+from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
 from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tighter_gp import bounds
-from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
 from tighter_gp.conditionals import block_table
 
 from . import dense
@@ -287,7 +287,7 @@ def test_collapsed_model_with_labels_of_another_data_set_raises():
     "labels", [torch.zeros(4), torch.zeros(2, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long)]
 )
 def test_labels_must_be_one_integer_a_point(labels):
-    with pytest.raises(ValueError, match="one integer label a training point"):
+    with pytest.raises(ValueError, match="one integer label per training point"):
         Blocks(labels)
 
 

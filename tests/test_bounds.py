@@ -7,9 +7,9 @@ import math
 import mpmath
 import pytest
 import torch
+from tighter_gp.moments import Whitened
 
 from tighter_gp import bounds, linalg, moments
-from tighter_gp.moments import Whitened
 
 from . import dense
 

@@ -88,7 +88,7 @@ CASES = {
     "scalar": ({"conditional": "scalar"}, gpytorch.likelihoods.GaussianLikelihood),
     "bernoulli": ({"conditional": "beta"}, tighter_gp.likelihoods.BernoulliLogitLikelihood),
     "poisson": ({"conditional": "scalar"}, tighter_gp.likelihoods.PoissonLikelihood),
-    "curvature": ({"conditional": "curvature"}, tighter_gp.likelihoods.BernoulliLogitLikelihood),
+    "curvature": ({"conditional": "optimal"}, tighter_gp.likelihoods.BernoulliLogitLikelihood),
     "solve-gp bernoulli": (
         {"strategy": "solve", "conditional": "beta"},
         tighter_gp.likelihoods.BernoulliLogitLikelihood,
@@ -248,19 +248,18 @@ def test_reduced_matmul_precision_does_not_reach_kernel_projection_and_residual(
     original = torch.linalg.solve_triangular
 
     def spy(*args, **kwargs):
-        seen.append(torch.get_float32_matmul_precision())
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
         return original(*args, **kwargs)
 
     model, likelihood = build(), gpytorch.likelihoods.GaussianLikelihood()
     x, y = torch.randn(7, 3), torch.randn(7)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         step(model, likelihood, x, y)
         monkeypatch.setattr(torch.linalg, "solve_triangular", spy)
         step(model, likelihood, x, y)
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert set(seen) == {"highest"}
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert set(seen) == {"ieee"}
     assert len(seen) >= 4  # forward and backward

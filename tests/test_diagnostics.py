@@ -7,11 +7,11 @@ import dataclasses
 import gpytorch
 import pytest
 import torch
+from tighter_gp.blocks import Blocks, partition
 
 import tighter_gp
 from tests import dense
 from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tighter_gp.blocks import Blocks, partition
 from tighter_gp.diagnostics import diagnose
 from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
 
@@ -220,7 +220,7 @@ def test_the_shares_of_the_gap_are_those_of_the_bounds():
     d = diagnosis_of(dense.problem(0))
     gap = d.evidence - d.titsias
     shares = [f"{step / gap:.0%}" for step in (d.tighter - d.titsias, d.full - d.tighter, d.evidence - d.full)]
-    assert f"Of the {gap / 17:.2f} nats a point" in d.advice
+    assert f"Of the {gap / 17:.2f} nats per point" in d.advice
     assert f"closes {shares[0]}, blocks can close at most {shares[1]} more, and the other {shares[2]}" in d.advice
 
 
@@ -242,8 +242,8 @@ def test_without_the_evidence_it_says_what_is_gained_and_still_paid():
     p = dense.problem()
     d = diagnosis_of(p, max_exact=0, blocks=3)
     gain, paid = (dense.f4(p) - dense.f1(p)) / 17, (dense.base(p) - dense.f4(p)) / 17
-    assert f"gains {gain:.2f} nats a point over the standard one and still pays {paid:.2f}" in d.advice
-    assert f"These blocks gain {(d.block - d.tighter) / 17:.2f} nats a point" in d.advice
+    assert f"gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f}" in d.advice
+    assert f"These blocks gain {(d.block - d.tighter) / 17:.2f} nats per point" in d.advice
 
 
 def test_a_poor_q_is_pointed_out_and_a_good_one_is_not():
@@ -251,7 +251,7 @@ def test_a_poor_q_is_pointed_out_and_a_good_one_is_not():
     likelihood = likelihood_of(p)
     model = model_of(p, likelihood)
     lost = diagnose(model, likelihood, p.x, p.y)
-    assert f"gives away {(lost.tighter - lost.current) / 17:.2f} nats a point" in lost.advice
+    assert f"gives away {(lost.tighter - lost.current) / 17:.2f} nats per point" in lost.advice
     tighter_gp.set_optimal_q(model, likelihood, p.x, p.y)
     for blocks in (None, 2):
         assert "gives away" not in diagnose(model, likelihood, p.x, p.y, blocks=blocks).advice
@@ -267,7 +267,7 @@ def test_errors_say_what_came():
         diagnose(model, likelihood, p.x, p.y.unsqueeze(-1).expand(17, 3))
     with pytest.raises(ValueError, match="1 of 17 targets are NaN"):
         diagnose(model, likelihood, p.x, p.y.index_fill(0, torch.tensor([2]), torch.nan))
-    with pytest.raises(ValueError, match=r"one integer label a point, shape \(17,\); got int64 of shape \(16,\)"):
+    with pytest.raises(ValueError, match=r"one integer label per point, shape \(17,\); got int64 of shape \(16,\)"):
         diagnose(model, likelihood, p.x, p.y, blocks=torch.zeros(16, dtype=torch.long))
     batch = make_gp(p.z, kernel_of(p), batch_shape=torch.Size([2]))
     with pytest.raises(ValueError, match=r"one model at a time; this is a batch of \(2,\)"):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 
 from tighter_gp import linalg
+from tighter_gp.maths import fused
 
 from . import dense
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def spd(*shape: int, size: int = 5) -> torch.Tensor:
@@ -57,18 +65,26 @@ def test_jitter_is_the_first_rung_that_suffices_times_the_mean_diagonal(eigenval
 
 def test_float32_ladder_starts_at_one_in_a_million():
     matrix = 4 * torch.ones(3, 3, dtype=torch.float32)
-    with pytest.warns(RuntimeWarning, match=r"float32\).* added jitter 4\.0e-06"):
+    with pytest.warns(RuntimeWarning, match=r"float32\).* a jitter of its own scale was added"):
         factor = linalg.cholesky(matrix)
     assert factor.dtype == torch.float32
     # Float32 rounds numbers near four by up to 2.4e-7.
     torch.testing.assert_close(gram(factor.double()), matrix.double() + 4e-6 * torch.eye(3), rtol=0, atol=5e-7)
 
 
-def test_warning_names_the_matrix_its_size_dtype_and_the_jitter():
-    matrix = symmetric(1.0, 0.7, 0.3, -0.2e-8)
-    jitter = f"{1e-8 * matrix.diagonal().mean():.1e}"
-    with pytest.warns(RuntimeWarning, match=rf"^K_ZZ \(4x4, float64\) .* added jitter {jitter} "):
-        linalg.cholesky(matrix, name="K_ZZ")
+def test_warning_names_the_matrix_its_size_and_dtype_and_is_the_same_each_time():
+    said = set()
+    for last in (-0.2e-8, -3e-6):
+        with pytest.warns(RuntimeWarning, match=r"^K_ZZ \(4x4, float64\) was not positive definite") as caught:
+            linalg.cholesky(symmetric(1.0, 0.7, 0.3, last), name="K_ZZ")
+        said |= {str(warning.message) for warning in caught}
+    assert len(said) == 1
+
+
+def test_jitter_is_reported_to_whoever_asks():
+    said = []
+    linalg.cholesky(symmetric(1.0, 0.7, 0.3, -0.2e-8), name="K_ZZ", report=lambda *what: said.append(what))
+    assert [name for name, _ in said] == ["K_ZZ"]
 
 
 def test_only_the_failing_members_of_a_batch_are_touched():
@@ -103,7 +119,7 @@ def test_indefinite_matrix_raises_and_says_how_far_it_is():
 
 def test_jitter_is_relative_to_a_scale_that_is_given():
     """For a difference of large matrices, which may be zero or less by their rounding."""
-    with pytest.warns(RuntimeWarning, match="added jitter 1.0e-02 to its diagonal"):
+    with pytest.warns(RuntimeWarning, match="a jitter of its own scale"):
         factor = linalg.cholesky(torch.zeros(3, 3), scale=torch.tensor(1e6))
     torch.testing.assert_close(factor @ factor.mT, 1e-2 * torch.eye(3))
 
@@ -152,7 +168,7 @@ def test_infinite_variance_raises():
 def test_reused_factor_has_the_value_it_was_given(shape):
     matrix = spd(*shape)
     factor = torch.linalg.cholesky(matrix)
-    assert torch.equal(linalg.reuse_cholesky(matrix, factor), factor)
+    assert torch.equal(fused.reuse_cholesky(matrix, factor), factor)
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)])
@@ -160,7 +176,7 @@ def test_reused_factor_has_the_gradient_of_torch_cholesky(shape):
     matrix, weights = spd(*shape).requires_grad_(), torch.randn(*shape, 5, 5)
     (expected,) = torch.autograd.grad((weights * torch.linalg.cholesky(matrix).sin()).sum(), matrix)
     factor = torch.linalg.cholesky(matrix.detach())
-    (actual,) = torch.autograd.grad((weights * linalg.reuse_cholesky(matrix, factor).sin()).sum(), matrix)
+    (actual,) = torch.autograd.grad((weights * fused.reuse_cholesky(matrix, factor).sin()).sum(), matrix)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -173,7 +189,7 @@ def test_reused_factor_has_the_second_derivative_of_torch_cholesky():
         return torch.autograd.grad((direction * first).sum(), matrix)[0]
 
     expected = second(torch.linalg.cholesky)
-    actual = second(lambda m: linalg.reuse_cholesky(m, torch.linalg.cholesky(m.detach())))
+    actual = second(lambda m: fused.reuse_cholesky(m, torch.linalg.cholesky(m.detach())))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -182,7 +198,7 @@ def test_reused_factor_passes_gradcheck_to_second_order():
 
     def function(r):
         matrix = r @ r.mT + torch.eye(4)
-        return linalg.reuse_cholesky(matrix, torch.linalg.cholesky(matrix.detach()))
+        return fused.reuse_cholesky(matrix, torch.linalg.cholesky(matrix.detach()))
 
     assert torch.autograd.gradcheck(function, root)
     assert torch.autograd.gradgradcheck(function, root)
@@ -197,14 +213,14 @@ def test_reused_factor_and_its_gradient_factorise_nothing(monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", forbidden)
     monkeypatch.setattr(torch.linalg, "cholesky", forbidden)
-    linalg.reuse_cholesky(matrix, factor).sum().backward()
+    fused.reuse_cholesky(matrix, factor).sum().backward()
     assert matrix.grad.abs().sum() > 0
 
 
 def test_reused_factor_does_not_change_with_the_tensor_it_came_from():
     matrix = spd().requires_grad_()
     factor = torch.linalg.cholesky(matrix.detach())
-    output = linalg.reuse_cholesky(matrix, factor)
+    output = fused.reuse_cholesky(matrix, factor)
     before = output.detach().clone()
     factor.zero_()
     assert torch.equal(output, before)
@@ -305,21 +321,48 @@ def test_full_precision_switches_autocast_off():
         assert (matrix @ matrix).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("error", [None, ValueError])
-def test_full_precision_puts_the_precision_of_products_back(error):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        try:
-            with linalg.full_precision("cpu"):
-                assert torch.get_float32_matmul_precision() == "highest"
-                if error is not None:
-                    raise error
-        except ValueError:
+def _older(precision):
+    torch.set_float32_matmul_precision({"tf32": "high", "ieee": "highest"}[precision])
+
+
+def _newer(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def _newest(precision):
+    torch.backends.fp32_precision = precision
+
+
+SWITCHES = """
+import torch
+from tests.test_linalg import _newer, _newest, _older
+from tighter_gp import linalg
+switches = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)
+SWITCH("tf32")
+before = switches()
+assert before[0] == "tf32"
+try:
+    with linalg.full_precision("cpu"), linalg.full_precision("cpu"):
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none")
+        raise ValueError
+except ValueError:
+    pass
+assert switches() == before
+"""
+
+
+@pytest.mark.parametrize("switch", ["_older", "_newer", "_newest"])
+def test_full_precision_turns_every_switch_of_reduced_products_off_and_puts_it_back(switch):
+    # In a process of its own: torch remembers for good which of its interfaces was used.
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SWITCHES.replace("SWITCH", switch)], check=True, cwd=ROOT)
+
+
+def test_full_precision_holds_until_the_last_thread_leaves():
+    with mock.patch.object(linalg, "_reduced", return_value=[]) as reduced:
+        with linalg.full_precision("cpu"), linalg.full_precision("cpu"):
             pass
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+        assert reduced.call_count == 1
 
 
 class Square(torch.autograd.Function):
@@ -331,7 +374,7 @@ class Square(torch.autograd.Function):
         return x.square()
 
     @staticmethod
-    @linalg.once_differentiable
+    @fused.once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return 2 * x * grad

@@ -15,7 +15,7 @@ from gpytorch.kernels import (
 )
 
 from tests.factories import make_gp
-from tighter_gp.kernels.lowering import lower, lower_lazy
+from tighter_gp.prior.kernels import lower, lower_lazy
 
 BATCH = torch.Size([2])
 

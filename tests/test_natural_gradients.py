@@ -67,7 +67,7 @@ def test_natural_gradients_with_adam_train_to_the_collapsed_optimum(distribution
 
 
 @NATURAL
-@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", "curvature", PerPoint(17)])
+@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", PerPoint(17)])
 def test_scales_are_hyperparameters_and_never_variational(distribution, conditional):
     model = model_of(dense.problem(), distribution=distribution, conditional=conditional)
     scales = {id(q) for q in model.variational_strategy.conditional.parameters()}

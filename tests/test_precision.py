@@ -7,13 +7,13 @@ import pytest
 import torch
 from gpytorch.kernels import PeriodicKernel, RBFKernel, ScaleKernel
 
-from tighter_gp.kernels.precision import (
+from tighter_gp.prior.precision import (
     covariance_block,
-    covariances,
+    covariance_within,
     covers_rounding,
-    evaluate,
-    sufficient_precision,
-    unlowered_covariances,
+    in_precision,
+    noise_tolerance,
+    read,
 )
 
 BATCH = torch.Size([2])
@@ -31,14 +31,14 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("read", READINGS)
+@pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_float32_kernel_is_evaluated_in_double_not_rounded_to_it(name, read):
+def test_a_float32_kernel_is_evaluated_in_double_not_rounded_to_it(name, reading):
     narrow, wide = OTHERS[name]().float(), OTHERS[name]()
     wide.load_state_dict(narrow.state_dict())
     x = torch.rand(5, 3).float().requires_grad_()
-    covar, reading = narrow(x), READINGS[read]
-    value = evaluate(covar, reading, torch.float64)
+    covar, reading = narrow(x), READINGS[reading]
+    value = read(covar, reading, torch.float64)
     expected = reading(wide(x.double()))
     torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-14)
     assert narrow.dtype == torch.float32
@@ -55,8 +55,8 @@ def test_what_is_in_the_precision_already_or_no_kernel_is_only_read():
     kernel, x = PeriodicKernel(), torch.rand(5, 3)
     dense = kernel(x).evaluate_kernel()
     for covar in (kernel(x), dense):
-        torch.testing.assert_close(evaluate(covar, READINGS["matrix"], torch.float64), dense.to_dense())
-    found = evaluate(dense, READINGS["matrix"], torch.float32)
+        torch.testing.assert_close(read(covar, READINGS["matrix"], torch.float64), dense.to_dense())
+    found = read(dense, READINGS["matrix"], torch.float32)
     torch.testing.assert_close(found, dense.to_dense().float())
 
 
@@ -74,32 +74,31 @@ class Rigid(gpytorch.kernels.Kernel):
         return product.diagonal(dim1=-1, dim2=-2) if diag else product
 
 
-def test_a_kernel_that_cannot_compute_in_another_precision_is_converted_from_its_own():
+def test_constants_of_a_kernel_that_are_no_buffers_are_converted_too():
     kernel, x = Rigid().float(), torch.rand(5, 3).float()
-    found = evaluate(kernel(x), READINGS["matrix"], torch.float64)
+    found = read(kernel(x), READINGS["matrix"], torch.float64)
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found, kernel(x).to_dense().double(), rtol=0, atol=0)
+    torch.testing.assert_close(found, kernel(x).to_dense().double(), rtol=1e-6, atol=1e-6)
 
 
 EITHER = {"lowered": lambda: ScaleKernel(RBFKernel(active_dims=[0, 2])), "other": OTHERS["active_dims"]}
 
 
-@pytest.mark.parametrize("name", EITHER)
-@pytest.mark.parametrize("make", [covariances, unlowered_covariances])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_functions_of_a_float32_kernel_are_evaluated_in_the_precision_asked_for(name, make, dtype):
-    kernel, wide = EITHER[name]().float(), EITHER[name]()
-    wide.load_state_dict(kernel.state_dict())
-    x1, x2 = torch.rand(5, 3).float(), torch.rand(4, 3).float()
-    # Lowered kernels widen the values of hyperparameters that were transformed in float32.
-    tolerance = 1e-6 if dtype == torch.float32 or make is covariances else 1e-14
-    with gpytorch.settings.lazily_evaluate_kernels(False):  # as within another kernel
-        covariance, variance = make(kernel, dtype)
-        found = [covariance(x1, x2), covariance(x1, x1), variance(x1)]
-    expected = [wide(x1.double(), x2.double()).to_dense(), wide(x1.double()).to_dense(), wide(x1.double(), diag=True)]
-    for actual, wanted in zip(found, expected, strict=True):
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+def test_a_copy_in_another_precision_leaves_the_kernel_as_it_was():
+    """A part that is used twice is one part, its parameters are the optimiser's, and gradients reach them."""
+    shared = RBFKernel().float()
+    kernel = (ScaleKernel(shared) + ScaleKernel(shared * gpytorch.kernels.LinearKernel())).float()
+    before = {name: id(parameter) for name, parameter in kernel.named_parameters()}
+    wide = in_precision(kernel, torch.float64)
+    x = torch.rand(5, 3)
+    value = wide(x).to_dense()
+    assert value.dtype == torch.float64
+    assert {name: id(parameter) for name, parameter in kernel.named_parameters()} == before
+    assert all(isinstance(p, torch.nn.Parameter) and p.dtype == torch.float32 for p in kernel.parameters())
+    value.sum().backward()
+    assert shared.raw_lengthscale.grad is not None
+    narrow = torch.autograd.grad(kernel(x.float()).to_dense().sum(), shared.raw_lengthscale)[0]
+    torch.testing.assert_close(shared.raw_lengthscale.grad, narrow, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", EITHER)
@@ -117,6 +116,15 @@ def test_blocks_of_a_covariance_that_add_up(name):
             torch.testing.assert_close(block, whole[rows, columns], rtol=1e-12, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", [*EITHER, "dense"])
+def test_covariances_within_sets_are_those_of_the_whole(name):
+    kernel, x = (RBFKernel() if name == "dense" else EITHER[name]()), torch.rand(9, 3)
+    covar = kernel(x).evaluate_kernel() if name == "dense" else kernel(x)
+    sets = torch.tensor([[0, 4, 2], [8, 1, 3]])
+    expected = kernel(x).to_dense()[sets.unsqueeze(-1), sets.unsqueeze(-2)]
+    torch.testing.assert_close(covariance_within(covar, sets, torch.float64), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_a_jitter_covers_rounding_up_to_a_variance():
     variance = torch.tensor([1.0, 100.0])
     assert covers_rounding(1e-4, variance, torch.float32)
@@ -124,18 +132,24 @@ def test_a_jitter_covers_rounding_up_to_a_variance():
     assert covers_rounding(1e-4, 2 * variance, torch.float64)
 
 
+def test_a_jitter_covers_rounding_up_to_a_spread_of_the_inputs():
+    assert covers_rounding(1e-4, torch.ones(1), torch.float32, spread=20.0**2)
+    assert not covers_rounding(1e-4, torch.ones(1), torch.float32, spread=150.0**2)
+    assert covers_rounding(1e-4, torch.ones(1), torch.float64, spread=150.0**2)
+
+
 @pytest.mark.parametrize(
     ("noise", "variance", "correlation", "expected"),
     [
-        (1e-2, 1.0, 0.0, torch.float32),
-        (1e-7, 1.0, 0.0, torch.float64),  # less noise than rounding
-        (1e-2, 1e5, 0.0, torch.float64),  # more rounding
-        (1e-2, 1.0, 1 - 1e-10, torch.float64),  # points that almost coincide
-        (torch.tensor([1.0, 1e-7]), 1.0, 0.0, torch.float64),
-        (0.0, 1.0, 0.0, torch.float64),
+        (1e-2, 1.0, 0.0, True),
+        (1e-7, 1.0, 0.0, False),  # less noise than rounding
+        (1e-2, 1e5, 0.0, False),  # more rounding
+        (1e-2, 1.0, 1 - 1e-10, False),  # points that almost coincide
+        (torch.tensor([1.0, 1e-7]), 1.0, 0.0, False),
+        (0.0, 1.0, 0.0, False),
     ],
 )
 def test_float32_suffices_where_its_errors_are_below_the_noise(noise, variance, correlation, expected):
-    factor = torch.linalg.cholesky(variance * torch.tensor([[1.0, correlation], [correlation, 1.0]]))
-    assert sufficient_precision(factor, noise, torch.float32) == expected
-    assert sufficient_precision(factor, noise, torch.float64) == torch.float64
+    matrix = variance * torch.tensor([[1.0, correlation], [correlation, 1.0]])
+    tolerance = noise_tolerance(torch.linalg.cholesky(matrix), noise)
+    assert bool(covers_rounding(tolerance, matrix.diagonal(), torch.float32)) == expected

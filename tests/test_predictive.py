@@ -462,5 +462,5 @@ def test_a_model_of_another_make():
         tighter_gp.predict(make_gp(P.z, strategy=gpytorch.variational.VariationalStrategy), X_TEST)
     model = collapsed()
     model.covar_module = model.covar_module.base_kernel
-    with pytest.raises(TypeError, match="TighterInducingPointKernel as its covar_module; got ScaleKernel"):
+    with pytest.raises(TypeError, match=r"TighterInducingPointKernel as its covar_module.* got ScaleKernel"):
         tighter_gp.predict(model, X_TEST)

@@ -34,7 +34,7 @@ settings.register_profile(
 )
 PROFILE = settings.get_profile("soak" if os.environ.get("TIGHTER_GP_SOAK") else "quick")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*was not positive definite.*added jitter:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*was not positive definite")
 
 JITTER = 1e-6
 PLACES = ("random", "data", "some data", "one place", "near")
@@ -129,7 +129,7 @@ def test_collapsed_bounds_are_ordered_below_the_exact_evidence(case):
         assert lower <= upper + case.slack
 
 
-@on(cases(), conditional=st.sampled_from(["optimal", "beta", "scalar", "curvature"]))
+@on(cases(), conditional=st.sampled_from(["optimal", "beta", "scalar"]))
 def test_the_objective_is_ordered_below_the_exact_evidence_at_any_q(case, conditional):
     model, likelihood = case.model(conditional=conditional)
     num_data = len(case.y)
@@ -197,7 +197,7 @@ def test_solve_gp_is_ordered_below_the_exact_evidence(case, num_orthogonal):
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 
 
-@on(cases(), dtype=DTYPES, conditional=st.sampled_from(["optimal", "beta", "scalar", "curvature"]))
+@on(cases(), dtype=DTYPES, conditional=st.sampled_from(["optimal", "beta", "scalar"]))
 def test_gradients_are_finite_and_variances_not_negative(case, dtype, conditional):
     model, likelihood = case.model(dtype, jitter_val=None, conditional=conditional)
     x, y = case.x.to(dtype), case.y.to(dtype)
@@ -205,7 +205,8 @@ def test_gradients_are_finite_and_variances_not_negative(case, dtype, conditiona
     carrier = q.lazy_covariance_matrix
     assert bool((carrier.residual >= 0).all())
     assert bool((carrier.explained >= 0).all())
-    assert bool(((carrier.scale >= 0) & (carrier.scale <= 1)).all())
+    scale = model.variational_strategy.conditional.scale(carrier.residual)
+    assert bool(((scale >= 0) & (scale <= 1)).all())
     (-tighter_gp.TighterELBO(likelihood, model, len(y))(q, y)).backward()
     for name, parameter in [*model.named_parameters(), *likelihood.named_parameters()]:
         assert parameter.grad is not None, name

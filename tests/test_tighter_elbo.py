@@ -563,17 +563,17 @@ def test_targets_that_are_bool():
 
 @pytest.mark.parametrize("likelihood", [BernoulliLikelihood, StudentTLikelihood, PoissonLikelihood])
 def test_a_likelihood_without_a_closed_form_under_optimal(likelihood):
-    model = make_gp(P.z)
-    message = f"closed form for Gaussian noise only; got {likelihood.__name__}.*conditional='beta' or 'scalar'"
+    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
+    message = (
+        f"closed form for Gaussian noise only; got {likelihood.__name__}.*conditional='optimal', 'beta' or 'scalar'"
+    )
     refused(TypeError, message, lambda: TighterELBO(likelihood(), model, N), model)
 
 
 def test_an_error_names_the_conditional_without_a_closed_form():
-    blocks = tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64))
-    for conditional, name in (("optimal", "^conditional='optimal' has"), (blocks, "^Blocks has")):
-        model = make_gp(P.z, conditional=conditional)
-        with pytest.raises(TypeError, match=f"{name} a closed form for Gaussian noise only"):
-            TighterELBO(BernoulliLikelihood(), model, N)
+    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
+    with pytest.raises(TypeError, match=r"^Blocks has a closed form for Gaussian noise only"):
+        TighterELBO(BernoulliLikelihood(), model, N)
 
 
 BAD_TARGETS = {
@@ -605,17 +605,42 @@ def test_targets_of_another_batch_shape():
     refused(ValueError, message, lambda: mll(model(P.x), P.y.expand(2, N)), model)
 
 
-def test_q_from_eval_mode():
-    model = gp().eval()
-    mll = TighterELBO(make_noise(0.1), model, N)
-    message = r"as the model returns it in training mode.*Call model\.train\(\) before model\(x\)"
-    refused(TypeError, message, lambda: mll(model(P.x), P.y), model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", "blocks"])
+def test_q_from_eval_mode_has_the_value_of_training(conditional, dtype):
+    if conditional == "blocks":
+        conditional = tighter_gp.Blocks(torch.arange(N) % 3)
+    model, likelihood = gp(conditional=conditional).to(dtype), make_noise(0.1).to(dtype)
+    mll, x, y = TighterELBO(likelihood, model, N), P.x.to(dtype), P.y.to(dtype)
+    expected = mll(model(x), y)
+    found = mll(model.eval()(x), y)
+    torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=0)
+
+
+def test_per_point_scales_of_eval_mode_need_an_index():
+    model = gp(conditional=tighter_gp.PerPoint(N))
+    mll, rows = TighterELBO(make_noise(0.1), model, N), torch.arange(N)
+    expected = mll(model(P.x, index=rows), P.y)
+    model.eval()
+    torch.testing.assert_close(mll(model(P.x, index=rows), P.y), expected, rtol=1e-10, atol=0)
+    with pytest.raises(ValueError, match=r"call model\(x, index=rows\)"):
+        mll(model(P.x), P.y)
+
+
+def test_other_objectives_are_refused_in_training_mode_only():
+    model, likelihood = gp(conditional="beta"), make_noise(0.1)
+    other = VariationalELBO(likelihood, model, N)
+    with pytest.raises(TypeError, match="overstate the bound"):
+        other(model(P.x), P.y)
+    stock = gp()
+    expected = VariationalELBO(likelihood, stock, N)(stock(P.x), P.y)
+    torch.testing.assert_close(other(model.eval()(P.x), P.y), expected, rtol=1e-9, atol=0)
 
 
 def test_a_slice_of_q():
     model = gp()
     mll = TighterELBO(make_noise(0.1), model, N)
-    refused(TypeError, "hand the output over unsliced", lambda: mll(model(P.x)[:5], P.y[:5]), model)
+    refused(TypeError, "as it is, unsliced", lambda: mll(model(P.x)[:5], P.y[:5]), model)
 
 
 def test_q_of_another_model():

@@ -1,33 +1,36 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
+import sys
+
 from . import (
     arguments,
-    blocks,
-    bounds,
     conditionals,
     data,
     diagnostics,
     gplvm,
     inducing,
-    jaakkola,
     labels,
     likelihoods,
-    linalg,
-    moments,
+    maths,
+    mlls,
+    settings,
     training,
 )
-from .blocks import Blocks
 from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CompiledStep
-from .conditionals import PerPoint
+from .conditionals import Blocks, PerPoint, blocks
 from .diagnostics import Diagnosis, diagnose
 from .full_data import evaluate_bound, set_optimal_q
-from .jaakkola import JaakkolaGPClassifier
 from .kernels import TighterInducingPointKernel
+from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
 from .predictive import predict
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit
+
+# Modules that users import by name from the top of the package, wherever they live in it.
+for _module in (blocks, bounds, linalg, moments):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __version__ = "0.1.0"
 
@@ -36,7 +39,6 @@ __all__ = [
     "CollapsedGP",
     "CompiledStep",
     "Diagnosis",
-    "JaakkolaGPClassifier",
     "PerPoint",
     "SolveGPVariationalStrategy",
     "TighterELBO",
@@ -54,12 +56,14 @@ __all__ = [
     "fit",
     "gplvm",
     "inducing",
-    "jaakkola",
     "labels",
     "likelihoods",
     "linalg",
+    "maths",
+    "mlls",
     "moments",
     "predict",
     "set_optimal_q",
+    "settings",
     "training",
 ]

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ._checks import NUMERICAL_ERRORS, deferred_checks, first_line
-from .linalg import full_precision
+from .checks import NUMERICAL_ERRORS, deferred_checks, first_line
+from .maths.linalg import full_precision
 
 Graph = Callable[..., tuple[Tensor, ...]]
 

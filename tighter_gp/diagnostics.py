@@ -16,9 +16,10 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from ._modes import chunks, temporary_mode
-from .blocks import partition
-from .bounds import (
+from .conditionals.blocks import partition
+from .full_data import evaluate_bound
+from .likelihoods.properties import gaussian_noise
+from .maths.bounds import (
     exact_log_evidence,
     full_penalty,
     log_penalty,
@@ -26,16 +27,18 @@ from .bounds import (
     spherical_penalty,
     trace_penalty,
 )
-from .full_data import evaluate_bound
-from .latent import CollapsedLatentGP, LatentGP, UncollapsedLatentGP, latent_gp, require_gaussian
-from .likelihoods.properties import gaussian_noise
-from .moments import add_identity_cholesky
+from .maths.collapsed import collapse, collapsed_log_prob
+from .maths.linalg import full_precision
+from .modes import chunks, temporary_mode
+from .posterior import Posterior, gathered, posterior_of, require_gaussian
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# Nats a point below which a difference between bounds is not worth acting on.
+# Nats per point below which a difference between bounds is not worth acting on.
 _NEGLIGIBLE = 0.01
-_LOG_2PI = math.log(2 * math.pi)
+
+# Error over standard deviation of the targets from which on a model has learnt the mean alone.
+_MEAN_ONLY = 0.98
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Diagnosis:
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
+    :ivar float misfit: Root mean squared error on the training targets, over their standard deviation.
 
     Example:
         >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
@@ -84,6 +88,7 @@ class Diagnosis:
     full: float | None
     evidence: float | None
     upper: float
+    misfit: float
 
     @property
     def advice(self) -> str:
@@ -96,6 +101,14 @@ class Diagnosis:
         correlated = None if self.full is None else self._per_point(self.full - self.tighter)
         unreachable = None if self.evidence is None or self.full is None else self._per_point(self.evidence - self.full)
         paid = self._per_point(self.nystrom - self.tighter)
+        if self.misfit >= _MEAN_ONLY:
+            yield (
+                f"The model has learnt the mean and no more: it misses the training targets by {self.misfit:.2f} of their "
+                "standard deviation. Scale the inputs to unit variance, start from lengthscales of the size of their "
+                "distances, such as tighter_gp.inducing.median_lengthscale, and train again; a tighter bound or more "
+                "inducing points change nothing before that."
+            )
+            return
         if self.mean_ratio < 2 * _NEGLIGIBLE:
             yield (
                 f"The inducing points explain nearly all of the prior variance (d/noise is {self.mean_ratio:.2g} on "
@@ -104,7 +117,7 @@ class Diagnosis:
         elif correlated is not None and unreachable is not None:
             gap = gain + correlated + unreachable
             yield (
-                f"Of the {gap:.2f} nats a point between the standard bound and the evidence, the tighter bound closes "
+                f"Of the {gap:.2f} nats per point between the standard bound and the evidence, the tighter bound closes "
                 f"{gain / gap:.0%}, blocks can close at most {correlated / gap:.0%} more, and the other "
                 f"{unreachable / gap:.0%} only more or better placed inducing points can."
             )
@@ -112,14 +125,14 @@ class Diagnosis:
                 yield f"Next: {'blocks' if correlated > unreachable else 'more inducing points'}."
         else:
             yield (
-                f"The tighter bound gains {gain:.2f} nats a point over the standard one and still pays {paid:.2f} for "
+                f"The tighter bound gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f} for "
                 "variance that the inducing points leave; more inducing points, or blocks of near points, lower that."
             )
         if self.block is not None and self.mean_ratio >= 2 * _NEGLIGIBLE:
-            yield f"These blocks gain {self._per_point(self.block - self.tighter):.2f} nats a point."
+            yield f"These blocks gain {self._per_point(self.block - self.tighter):.2f} nats per point."
         if self.current is not None and self._per_point(self.tighter - self.current) > _NEGLIGIBLE:
             yield (
-                f"The current q(u) gives away {self._per_point(self.tighter - self.current):.2f} nats a point against the "
+                f"The current q(u) gives away {self._per_point(self.tighter - self.current):.2f} nats per point against the "
                 "best one with a full covariance; see set_optimal_q."
             )
 
@@ -183,7 +196,7 @@ def diagnose(
     :param blocks: For :math:`F_B`: the block of each point, integers of shape ``N``, or a number of blocks to make with
         :func:`~tighter_gp.blocks.partition`. Default: the model's own, if it has any.
     :param max_exact: :math:`F_8` and the evidence itself are computed for at most this many points.
-    :param batch_size: Points a chunk; the result does not depend on it.
+    :param batch_size: Points per chunk; the result does not depend on it.
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
 
     Example:
@@ -191,7 +204,7 @@ def diagnose(
         >>> diagnosis.titsias <= diagnosis.tighter <= diagnosis.upper
         True
         >>> diagnosis.advice  # doctest: +ELLIPSIS
-        'Of the ... nats a point between the standard bound and the evidence, the tighter bound closes ...'
+        'Of the ... nats per point between the standard bound and the evidence, the tighter bound closes ...'
     """
     require_gaussian(likelihood, "diagnose")
     x = x.unsqueeze(-1) if x.dim() == 1 else x
@@ -202,27 +215,28 @@ def diagnose(
     if not bool(torch.isfinite(y).all()):
         raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
-    with temporary_mode(model, False):
-        latent = latent_gp(model, torch.float64)
-        batch_shape = latent.projected(x[:1]).projection.shape[:-2] or latent.q.mean.shape[:-1]
+    with temporary_mode(model, False), full_precision(x.device.type):
+        posterior = posterior_of(model, torch.float64)
+        projector = posterior.projector
+        batch_shape = projector(x[:1]).matrix.shape[:-2] or posterior.q.mean.shape[:-1]
         if batch_shape:
             raise ValueError(f"diagnose looks at one model at a time; this is a batch of {tuple(batch_shape)}.")
-        base, upper, residual, num_inducing = _collapsed(latent, x, y, noise, batch_size)
-        labels = _labels(latent, x, blocks)
-        block = None if labels is None else base - _block_penalty(latent, x, noise, labels)
+        base, upper, residual, misfit = _collapsed(posterior, likelihood, x, y, noise, batch_size)
+        labels = _labels(posterior, x, blocks)
+        block = None if labels is None else base - _block_penalty(posterior, x, noise, labels)
         full = evidence = None
         if len(y) <= max_exact:
-            points = latent.projected(x)
-            projection, covariance = points.projection.double(), latent.covariance(x, x).double()
+            points = projector(x)
+            projection, covariance = points.matrix, projector.covariance(x, x)
             full = base - full_penalty(covariance - projection.mT @ projection, noise)
             evidence = exact_log_evidence(covariance, (y - points.mean).double(), noise)
     current = None
-    if isinstance(latent, UncollapsedLatentGP):
+    if posterior.strategy is not None:
         current = evaluate_bound(model, likelihood, x, y, batch_size, **kwargs)
     ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())
     return Diagnosis(
         num_data=len(y),
-        num_inducing=num_inducing,
+        num_inducing=projector.num_inducing,
         noise=noise.mean().item(),
         mean_ratio=ratio.mean().item(),
         ratio_quantiles=_quantiles(ratio),
@@ -237,70 +251,53 @@ def diagnose(
         full=_item(full),
         evidence=_item(evidence),
         upper=upper.item(),
+        misfit=misfit,
     )
 
 
 def _collapsed(
-    latent: LatentGP, x: Tensor, y: Tensor, noise: Tensor, batch_size: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    r"""The log density under the explained prior, an upper bound on the evidence, :math:`d_n` and :math:`M`.
+    posterior: Posterior, likelihood: Any, x: Tensor, y: Tensor, noise: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    r"""The log density under the explained prior, an upper bound on the evidence, :math:`d_n`, and the relative error.
 
     The upper bound lowers :math:`(Q + D + \Sigma)^{-1}` to :math:`(Q + (1 + t)\Sigma)^{-1}`, with :math:`t` the trace of
     :math:`\Sigma^{-1/2} D \Sigma^{-1/2}`, and the determinant to that of :math:`Q + \Sigma`.
     """
-
-    def scaled() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for rows in chunks(len(y), batch_size):
-            mean, projection, residual = latent.projected(x[rows])
-            stddev = noise[rows].sqrt()
-            yield projection.double() / stddev, (y[rows] - mean).double() / stddev, residual.double()
-
-    gram: Tensor | float = 0.0
-    linear: Tensor | float = 0.0
-    residuals = []
-    for projection, targets, residual in scaled():
-        gram = gram + projection @ projection.mT
-        linear = linear + projection @ targets
-        residuals.append(residual)
-    assert torch.is_tensor(gram)
-    assert torch.is_tensor(linear)
-    residual = torch.cat(residuals)
+    gram, linear, residual = gathered(posterior.projector, x, y, noise, likelihood, batch_size)
     widths = torch.stack([torch.ones_like(residual.sum()), 1 + (residual / noise).sum()])  # 1 and 1 + t
-    factor = add_identity_cholesky(gram / widths.view(2, 1, 1))
-    weights = torch.cholesky_solve(linear.view(-1, 1) / widths.view(2, 1, 1), factor).squeeze(-1)  # 2 x M
-    misfit = torch.zeros_like(widths)
-    for projection, targets, _ in scaled():
-        misfit = misfit + (targets - weights @ projection).square().sum(-1)
-    quadratic = misfit / widths + weights.square().sum(-1)
-    log_det = 2 * factor[0].diagonal().log().sum() + noise.log().sum()
-    base, upper = -0.5 * (len(y) * _LOG_2PI + log_det + quadratic)
-    return base, upper, residual, gram.size(-1)
+    core = collapse(gram / widths.view(2, 1, 1), linear / widths.view(2, 1))
+    misfit, squares = torch.zeros_like(widths), torch.zeros_like(widths)
+    for rows in chunks(len(y), batch_size):
+        points = posterior.projector(x[rows])
+        left = (y[rows] - points.mean).double() - core.weights @ points.matrix
+        misfit, squares = misfit + (left.square() / noise[rows]).sum(-1), squares + left.square().sum(-1)
+    quadratic = misfit / widths + core.weights.square().sum(-1)
+    base, upper = collapsed_log_prob(quadratic, core.log_det[0], noise.log().sum(), len(y))
+    spread = (y.double() - y.double().mean()).square().sum()
+    return base, upper, residual, (squares[0] / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().item()
 
 
-def _labels(latent: LatentGP, x: Tensor, blocks: Tensor | int | None) -> Tensor | None:
+def _labels(posterior: Posterior, x: Tensor, blocks: Tensor | int | None) -> Tensor | None:
     if isinstance(blocks, int):
         return partition(x, blocks)
     if blocks is None:
-        if isinstance(latent, CollapsedLatentGP):
-            blocks = getattr(latent.kernel.blocks, "labels", None)
-        elif isinstance(latent, UncollapsedLatentGP):
-            blocks = getattr(latent.strategy.conditional, "labels", None)
+        blocks = posterior.labels
         if blocks is None or len(blocks) != len(x):
             return None
     if blocks.shape != x.shape[:-1] or blocks.is_floating_point():
         raise ValueError(
-            f"blocks must have one integer label a point, shape ({len(x)},); "
+            f"blocks must have one integer label per point, shape ({len(x)},); "
             f"got {str(blocks.dtype).removeprefix('torch.')} of shape {tuple(blocks.shape)}."
         )
     return blocks
 
 
-def _block_penalty(latent: LatentGP, x: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+def _block_penalty(posterior: Posterior, x: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
     order, sizes = labels.argsort(), labels.unique(return_counts=True)[1]
     penalty = torch.zeros_like(noise[0])
     for rows in order.split(sizes.tolist()):
-        projection = latent.projected(x[rows]).projection.double()
-        covariance = latent.residual_covariance(x[rows], x[rows], projection, projection)
+        projection = posterior.projector(x[rows]).matrix
+        covariance = posterior.projector.residual_covariance(x[rows], x[rows], projection, projection)
         penalty = penalty + full_penalty(covariance, noise[rows])
     return penalty
 

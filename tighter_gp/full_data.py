@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -11,12 +12,20 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from ._modes import chunks, temporary_mode
-from .blocks import Blocks, block_chunks
-from .latent import require_gaussian, tighter_strategy
+from .checks import check_inputs
+from .collapsed import CollapsedGP
+from .conditionals import Blocks
+from .conditionals.blocks import block_chunks
+from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, observed
+from .maths.bounds import PENALTIES, block_penalty, full_penalty
+from .maths.collapsed import collapsed_log_prob
+from .maths.linalg import full_precision
 from .mlls import TighterELBO
-from .strategies._tighter_strategy import _TighterStrategy
+from .modes import chunks, temporary_mode
+from .posterior import exact_gp_projector, gathered, require_gaussian, tighter_strategy
+from .prior import Projector
+from .strategies import TighterStrategy
 
 
 @torch.no_grad()
@@ -40,7 +49,7 @@ def evaluate_bound(
     :param likelihood: The likelihood.
     :param x: All training inputs, ``... x N x D``.
     :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks).
-    :param batch_size: Points a chunk; the result does not depend on it.
+    :param batch_size: Points per chunk; the result does not depend on it.
     :param objective: :class:`TighterELBO`, or :class:`~gpytorch.mlls.VariationalELBO` for the standard bound at the
         same parameters (``conditional="optimal"`` only).
     :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data.
@@ -51,11 +60,13 @@ def evaluate_bound(
         >>> bool(bound < 0)
         True
     """
-    if isinstance(model, ExactGP):
+    if isinstance(model, ExactGP) and not any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
+        # GPyTorch's own SGPR, and an exact GP, whose bound is the evidence.
         with temporary_mode(model, True), temporary_mode(likelihood, True):
             log_prob = likelihood(model(x), **kwargs).log_prob(y)
             return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
-
+    if isinstance(model, (ExactGP, CollapsedGP)):
+        return _collapsed_bound(model, likelihood, x, y, batch_size, **kwargs)
     num_data = x.size(-2)
     if num_data not in y.shape[-2:]:
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
@@ -64,7 +75,7 @@ def evaluate_bound(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
         mll = objective(likelihood, model, num_data, combine_terms=False)
-    strategies = [module for module in model.modules() if isinstance(module, _TighterStrategy)]
+    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
     conditionals = [strategy.conditional for strategy in strategies]
     needs_index = any(conditional.needs_index for conditional in conditionals)
     labels = next((conditional.labels for conditional in conditionals if isinstance(conditional, Blocks)), None)
@@ -101,7 +112,7 @@ def set_optimal_q(
     :param likelihood: A Gaussian likelihood.
     :param x: All training inputs, ``... x N x D``.
     :param y: All training targets, ``... x N``.
-    :param batch_size: Points a chunk.
+    :param batch_size: Points per chunk.
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
 
     Example:
@@ -112,22 +123,62 @@ def set_optimal_q(
     """
     require_gaussian(likelihood, "set_optimal_q")
     strategy = tighter_strategy(model)
+    check_inputs(x, strategy.inducing_points.size(-1))
     if y.shape[-1:] != x.shape[-2:-1]:
         raise ValueError(f"Targets must have shape ... x {x.size(-2)}, one for each row of x; got {tuple(y.shape)}.")
-    mask = observed(likelihood, y, y.shape[-1:])
-    if mask is None and not bool(torch.isfinite(y).all()):
-        count = int((~torch.isfinite(y)).sum())
-        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
-    precision = noise.double().reciprocal()
-    if mask is not None:
-        precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    gram: Tensor | float = 0.0
-    linear: Tensor | float = 0.0
-    with temporary_mode(model, False):
+    with temporary_mode(model, False), full_precision(x.device.type):
+        sums = gathered(strategy.projector(), x, y, noise, likelihood, batch_size)
+    strategy.set_optimal(sums.gram, sums.linear)
+
+
+def _collapsed_bound(
+    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Tensor, y: Tensor, batch_size: int, **kwargs: Any
+) -> Tensor:
+    """The bound of a collapsed model at any data, missing targets left out."""
+    require_gaussian(likelihood, "A collapsed bound")
+    x = x.unsqueeze(-1) if x.dim() == 1 else x
+    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    with temporary_mode(model, False), full_precision(x.device.type):
+        if isinstance(model, CollapsedGP):
+            name, labels, projector = model.bound_name, None, model.projector(torch.float64)
+        else:
+            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
+            projector = exact_gp_projector(model, torch.float64)
+        sums = gathered(projector, x, y, noise, likelihood, batch_size)
+        mask = observed(likelihood, y, y.shape[-1:])
+        seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)
+        noise = noise.double()
+        core, misfit = sums.collapse(), torch.zeros_like(noise[..., 0])
         for rows in chunks(x.size(-2), batch_size):
-            mean, projection, _ = strategy.projected(x[..., rows, :])
-            weighted = projection.double() * precision[..., rows].unsqueeze(-2)
-            gram = gram + weighted @ projection.double().mT
-            linear = linear + (weighted @ (y[..., rows] - mean).double().unsqueeze(-1)).squeeze(-1)
-    strategy.set_optimal(gram, linear)
+            points = projector(x[..., rows, :])
+            left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
+            misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
+        log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
+        price = _price(projector, name, labels, x, sums.residual, noise, seen)
+    quadratic = misfit + core.weights.square().sum(-1)
+    # Whole batches have one count; a batch of models may miss different targets.
+    constant = collapsed_log_prob(quadratic, core.log_det, log_noise, 0) - 0.5 * seen.sum(-1) * math.log(2 * math.pi)
+    return (constant - price).to(y.dtype)
+
+
+def _price(
+    projector: Projector, name: str, labels: Tensor | None, x: Tensor, residual: Tensor, noise: Tensor, seen: Tensor
+) -> Tensor:
+    if name in PENALTIES and bool(seen.all()):
+        return PENALTIES[name](residual, noise)
+    if seen.dim() > 1 and not bool(seen.all()):
+        raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
+    rows = seen.nonzero().squeeze(-1) if seen.dim() == 1 else torch.arange(x.size(-2), device=x.device)
+    x, residual, noise = x[..., rows, :], residual[..., rows], noise[..., rows]
+    if name in PENALTIES:
+        return PENALTIES[name](residual, noise)
+    matrix = projector(x).matrix
+    covariance = projector.residual_covariance(x, x, matrix, matrix)
+    if name == "full":
+        return full_penalty(covariance, noise)
+    assert labels is not None
+    blocks = Blocks(labels[rows]).residual_blocks(
+        residual, lambda sets: covariance[..., sets.unsqueeze(-1), sets.unsqueeze(-2)]
+    )
+    return block_penalty(blocks.covariance, noise[..., blocks.rows.clamp_min(0)])

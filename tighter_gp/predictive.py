@@ -18,19 +18,13 @@ from gpytorch.likelihoods import Likelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ._modes import chunks, temporary_mode
-from .bounds import optimal_scale
-from .latent import (
-    ChunkedLatentGP,
-    CollapsedLatentGP,
-    LatentGP,
-    Projected,
-    UncollapsedLatentGP,
-    latent_gp,
-    require_gaussian,
-)
+from .checks import check_inputs, raise_if_not_finite
 from .likelihoods.properties import gaussian_noise
-from .linalg import cholesky, solve_lower
+from .maths.bounds import optimal_scale
+from .maths.linalg import cholesky, full_precision, solve_lower
+from .modes import chunks, temporary_mode
+from .posterior import Posterior, posterior_of, require_gaussian
+from .prior import Projection, Projector
 
 LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
 
@@ -68,8 +62,8 @@ def predict(
     ``"drop"``      0: SVGP's formula
     ``"exact"``     :math:`D^{-1/2}(I-M)D^{-1/2}`                          :math:`O(N^3)` once
     ``"optimal"``   :math:`(D + \Sigma)^{-1}`, Gaussian noise              :math:`O(N^3)` once
-    ``"subset"``    the exact one of a few training points                 :math:`O(NM)` a test point
-    ``"diagonal"``  :math:`\mathrm{diag}((1 - m_n)/d_n)`, clamped          :math:`O(NM)` a test point
+    ``"subset"``    the exact one of a few training points                 :math:`O(NM)` per test point
+    ``"diagonal"``  :math:`\mathrm{diag}((1 - m_n)/d_n)`, clamped          :math:`O(NM)` per test point
     ==============  =====================================================  ================================
 
     For an uncollapsed model ``"drop"`` is what ``model(x)`` predicts. For a collapsed one it is SGPR's own formula, where
@@ -87,7 +81,7 @@ def predict(
         :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`, if not stored there.
     :param subset: For ``"subset"``: how many training points for each test point, those most correlated with it given
         the inducing variables; or the positions of the training points to use for all.
-    :param batch_size: Test points a chunk.
+    :param batch_size: Test points per chunk.
     :return: A :class:`~gpytorch.distributions.MultivariateNormal` with diagonal covariance; ``likelihood(...)`` of it
         adds the noise.
 
@@ -107,15 +101,17 @@ def predict(
         x = x.unsqueeze(-1)
     means = variances = x.new_empty(0)
     clamped = 0
-    with temporary_mode(model, False):
-        latent = latent_gp(model, None if last_term == "drop" else torch.float64)
+    with temporary_mode(model, False), full_precision(x.device.type):
+        posterior = posterior_of(model, None if last_term == "drop" else torch.float64)
+        check_inputs(x, posterior.num_dims)
         training = None
         if last_term != "drop":
-            training = _training_points(latent, likelihood, train_x, noise)
-            reduce = _Reducer(latent, training, last_term, subset)
+            training = _training_points(posterior, likelihood, train_x, noise)
+            reduce = _Reducer(posterior.projector, training, last_term, subset)
         for rows in chunks(x.size(-2), batch_size):
-            points = latent.projected(x[..., rows, :])
-            mean, variance = latent.moments(points)
+            raise_if_not_finite(x[..., rows, :])
+            points = posterior.projector(x[..., rows, :])
+            mean, variance = posterior.moments(points)
             if training is not None:
                 residual = points.residual - reduce(x[..., rows, :], points)
                 clamped += int((residual < 0).sum()) if last_term == "diagonal" else 0
@@ -135,21 +131,26 @@ def predict(
 
 
 def _training_points(
-    latent: LatentGP, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
+    posterior: Posterior, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
 ) -> _Training:
-    if isinstance(latent, (CollapsedLatentGP, ChunkedLatentGP)):
-        train_x = latent.train_x
-        points = latent.projected(train_x)
-        variances: Tensor | None = latent.noise
-        conditional = None
+    variances: Tensor | None = None
+    if posterior.training is not None:
+        if posterior.training.bound not in ("titsias", "tighter"):
+            raise ValueError(
+                f"The last term is known for one scale per point; this model has bound={posterior.training.bound!r}. Use "
+                "last_term='drop' or 'optimal'."
+            )
+        train_x, variances = posterior.training.x, posterior.training.noise
+        points = posterior.projector(train_x)
     else:
-        assert isinstance(latent, UncollapsedLatentGP)
+        assert posterior.strategy is not None
+        conditional = posterior.strategy.conditional
+        if conditional.needs_blocks:
+            raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
         if train_x is None:
             raise ValueError("This last_term needs the training inputs: pass train_x=.")
-        if train_x.dim() == 1:
-            train_x = train_x.unsqueeze(-1)
-        points, conditional = latent.projected(train_x), latent.strategy.conditional
-        variances = None
+        train_x = train_x.unsqueeze(-1) if train_x.dim() == 1 else train_x
+        points = posterior.projector(train_x)
         if not conditional.is_learned:
             if likelihood is None:
                 raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
@@ -161,17 +162,16 @@ def _training_points(
         variances = variances.to(residual.dtype).expand_as(residual)
         scale = optimal_scale(residual, variances.reciprocal())
     else:
-        assert conditional is not None
         rows = torch.arange(train_x.size(-2), device=train_x.device)
         scale = conditional.scale(residual, index=rows).to(residual.dtype)
-    return _Training(train_x, points.projection, residual, scale, variances)
+    return _Training(train_x, points.matrix, residual, scale, variances)
 
 
 class _Reducer:
     """Computes :math:`r^\\top V r` for a chunk of test points."""
 
-    def __init__(self, latent: LatentGP, training: _Training, last_term: str, subset: int | Tensor) -> None:
-        self.latent = latent
+    def __init__(self, projector: Projector, training: _Training, last_term: str, subset: int | Tensor) -> None:
+        self.projector = projector
         self.local = 0
         if last_term == "subset":
             num_data = training.x.size(-2)
@@ -190,7 +190,7 @@ class _Reducer:
                 last_term = "exact"
         self.training, self.last_term = training, last_term
         if self.last_term in ("exact", "optimal"):
-            covariance = self.latent.residual_covariance(
+            covariance = self.projector.residual_covariance(
                 training.x, training.x, training.projection, training.projection
             )
             if self.last_term == "exact":
@@ -200,9 +200,9 @@ class _Reducer:
                     raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
                 self.factor = cholesky(covariance + torch.diag_embed(training.noise), name="D + noise")
 
-    def __call__(self, x: Tensor, points: Projected) -> Tensor:
+    def __call__(self, x: Tensor, points: Projection) -> Tensor:
         training = self.training
-        cross = self.latent.residual_covariance(training.x, x, training.projection, points.projection)
+        cross = self.projector.residual_covariance(training.x, x, training.projection, points.matrix)
         if self.last_term == "optimal":
             return solve_lower(self.factor, cross).square().sum(-2)
         if self.last_term == "diagonal":
@@ -227,7 +227,7 @@ class _Reducer:
         x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))
         projection = training.projection.expand(*batch, *training.projection.shape[-2:])
         projection = projection.gather(-1, nearest.unsqueeze(-2).expand(*batch, projection.size(-2), self.local))
-        covariance = self.latent.residual_covariance(x, x, projection, projection)
+        covariance = self.projector.residual_covariance(x, x, projection, projection)
         noise = None if training.noise is None else gather(training.noise)
         own = gather(cross.movedim(-1, 0)).unsqueeze(-1)
         reduction = _quadratic(_inverse_root(covariance, noise), own, gather(training.scale), noise)

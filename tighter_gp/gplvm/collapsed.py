@@ -6,7 +6,7 @@ q(u) is at its optimum and the expectations over q(x) are those of :mod:`~tighte
 =============================  =======================================================================  ========================
 bound                          price of the residual variance                                           name
 =============================  =======================================================================  ========================
-:func:`standard_bound`         :math:`\tfrac12 \sum_{np} \langle d_n \rangle / \sigma_p^2`              V-BGPLVM
+:func:`titsias_bound`         :math:`\tfrac12 \sum_{np} \langle d_n \rangle / \sigma_p^2`              V-BGPLVM
 :func:`constant_scale_bound`   :math:`\tfrac12 \sum_{np} \log(1 + \langle d_n \rangle / \sigma_p^2)`    one :math:`m_n` for all x
 :func:`tighter_bound`          :math:`\tfrac12 \sum_{np} \langle \log(1 + d_n(x_n)/\sigma_p^2)\rangle`  TV-BGPLVM
 =============================  =======================================================================  ========================
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..linalg import cholesky, project, residual_variance
-from ..moments import add_identity_cholesky
+from ..maths.collapsed import collapse, collapsed_log_prob
+from ..maths.linalg import cholesky, project, residual_variance
 from .psi import pack_pairs, psi0, psi1, psi2_pairs, unpack_pairs
 
 __all__ = [
@@ -37,12 +37,10 @@ __all__ = [
     "latent_kl",
     "residual_at",
     "sobol_nodes",
-    "standard_bound",
     "statistics",
     "tighter_bound",
+    "titsias_bound",
 ]
-
-_LOG_2PI = math.log(2 * math.pi)
 
 
 class LatentProblem(NamedTuple):
@@ -70,7 +68,7 @@ class LatentProblem(NamedTuple):
         ...     targets=torch.randn(8, 2),
         ... )
         >>> nodes, weights = collapsed.gauss_hermite_nodes(20, 1, problem.targets)
-        >>> standard, constant = collapsed.standard_bound(problem), collapsed.constant_scale_bound(problem)
+        >>> standard, constant = collapsed.titsias_bound(problem), collapsed.constant_scale_bound(problem)
         >>> bool(standard <= constant <= collapsed.tighter_bound(problem, nodes, weights))
         True
     """
@@ -183,11 +181,13 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
         True
     """
     noise = problem.noise.reshape(1, -1)
-    factor = add_identity_cholesky(sums.gram)  # G x M x M
-    whitened = torch.linalg.solve_triangular(factor, sums.linear.unsqueeze(-1), upper=False)  # P x M x 1
-    log_det = factor.diagonal(dim1=-1, dim2=-2).log().sum() * (sums.linear.size(0) / sums.gram.size(0))
-    misfit = _total(problem, (_LOG_2PI + noise.log()).expand(problem.targets.size(0), -1))
-    return 0.5 * whitened.square().sum() - log_det - 0.5 * (misfit + (_filled(problem).square() / noise).sum())
+    num_outputs = sums.linear.size(0)
+    core = collapse(sums.gram.expand(num_outputs, -1, -1), sums.linear)
+    log_noise = _total(problem, noise.log().expand(problem.targets.size(0), -1))
+    quadratic = (_filled(problem).square() / noise).sum() - (sums.linear * core.weights).sum()
+    count = problem.targets.numel() if problem.observed is None else 0
+    missing = 0.0 if problem.observed is None else 0.5 * math.log(2 * math.pi) * problem.observed.sum()
+    return collapsed_log_prob(quadratic, core.log_det.sum(), log_noise, count) - missing
 
 
 def latent_kl(problem: LatentProblem) -> Tensor:
@@ -223,7 +223,7 @@ def _bound(problem: LatentProblem, sums: Statistics, price: Tensor, kl: Tensor |
     return collapsed_core(problem, sums) - kl - 0.5 * _total(problem, price)
 
 
-def standard_bound(problem: LatentProblem, sums: Statistics | None = None, kl: Tensor | None = None) -> Tensor:
+def titsias_bound(problem: LatentProblem, sums: Statistics | None = None, kl: Tensor | None = None) -> Tensor:
     r"""V-BGPLVM: an entry pays :math:`\tfrac12 \langle d_n \rangle / \sigma_p^2`.
 
     :param problem: The model and the data.
@@ -231,7 +231,7 @@ def standard_bound(problem: LatentProblem, sums: Statistics | None = None, kl: T
     :param kl: :math:`\mathrm{KL}_x`, for another prior than :math:`\mathcal N(0, I)`.
 
     Example:
-        >>> bool(tighter_gp.gplvm.collapsed.standard_bound(problem).isfinite())
+        >>> bool(tighter_gp.gplvm.collapsed.titsias_bound(problem).isfinite())
         True
     """
     sums = statistics(problem) if sums is None else sums
@@ -242,11 +242,11 @@ def constant_scale_bound(problem: LatentProblem, sums: Statistics | None = None,
     r"""Scales that do not depend on x: an entry pays :math:`\tfrac12 \log(1 + \langle d_n \rangle / \sigma_p^2)`.
 
     The best such scale is :math:`m_{np} = \sigma_p^2 / (\sigma_p^2 + \langle d_n \rangle)`. In closed form like
-    :func:`standard_bound`, whose parameters it has, and never below it.
+    :func:`titsias_bound`, whose parameters it has, and never below it.
 
     Example:
         >>> constant = tighter_gp.gplvm.collapsed.constant_scale_bound(problem)
-        >>> bool(constant > tighter_gp.gplvm.collapsed.standard_bound(problem))
+        >>> bool(constant > tighter_gp.gplvm.collapsed.titsias_bound(problem))
         True
     """
     sums = statistics(problem) if sums is None else sums
@@ -263,7 +263,7 @@ def tighter_bound(
     r"""TV-BGPLVM: an entry pays :math:`\tfrac12 \langle \log(1 + d_n(x_n)/\sigma_p^2) \rangle`, summed over nodes.
 
     With :func:`gauss_hermite_nodes` the expectation is a quadrature, with independent standard normal draws for each row
-    an unbiased sample. The other parameters are those of :func:`standard_bound`.
+    an unbiased sample. The other parameters are those of :func:`titsias_bound`.
 
     :param nodes: Standard normal nodes, ``S x N x Q``, or ``S x 1 x Q`` for the same in every row.
     :param weights: Weight of each node, ``S``; default equal.
@@ -271,7 +271,7 @@ def tighter_bound(
     Example:
         >>> nodes, weights = tighter_gp.gplvm.collapsed.gauss_hermite_nodes(20, 1, problem.targets)
         >>> tighter = tighter_gp.gplvm.collapsed.tighter_bound(problem, nodes, weights)
-        >>> bool(tighter > tighter_gp.gplvm.collapsed.standard_bound(problem))
+        >>> bool(tighter > tighter_gp.gplvm.collapsed.titsias_bound(problem))
         True
     """
     sums = statistics(problem) if sums is None else sums

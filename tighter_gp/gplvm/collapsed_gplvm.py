@@ -11,6 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..maths.bounds import check_bound
 from ..strategies import TighterVariationalStrategy
 from .bayesian_gplvm import BayesianGPLVM
 from .collapsed import (
@@ -18,14 +19,14 @@ from .collapsed import (
     constant_scale_bound,
     gauss_hermite_nodes,
     sobol_nodes,
-    standard_bound,
     statistics,
     tighter_bound,
+    titsias_bound,
 )
 from .data import as_observed, check_columns, check_inducing_points, check_latent_dim
 from .latent_variables import VariationalLatents
 
-BOUNDS = ("tighter", "constant", "standard")
+BOUNDS = ("tighter", "constant", "titsias")
 
 # Up to two latent dimensions a product grid of this order, good to 1e-4 relative in the price; beyond, Sobol points.
 _GRID_ORDER = 20
@@ -48,7 +49,7 @@ class CollapsedBayesianGPLVM(Module):
         noise an output.
     :param covar_module: Default ``ScaleKernel(RBFKernel(ard_num_dims=Q))``.
     :param mask: True where observed, ``N x P``.
-    :param bound: ``"tighter"`` (TV-BGPLVM), ``"constant"`` (one scale a row) or ``"standard"`` (V-BGPLVM).
+    :param bound: ``"tighter"`` (TV-BGPLVM), ``"constant"`` (one scale per row) or ``"titsias"`` (V-BGPLVM).
     :param num_nodes: Sobol points.
     :param jitter_val: Added to :math:`K_{ZZ}`; default :class:`~gpytorch.settings.variational_cholesky_jitter`.
     :param seed: Seed of the Sobol points.
@@ -88,12 +89,16 @@ class CollapsedBayesianGPLVM(Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if bound not in BOUNDS:
-            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        check_bound(bound, BOUNDS)
         targets, observed = as_observed(targets, mask)
         check_columns(targets)
         if targets.size(0) != latents.num_data:
             raise ValueError(f"There are {targets.size(0)} rows of data for {latents.num_data} latents.")
+        if not latents.prior.has_closed_form:
+            raise TypeError(
+                f"{type(latents.prior.distribution).__name__} has no closed-form KL divergence, so the bound would be random; "
+                "use a Gaussian prior here, or train BayesianGPLVM, which samples."
+            )
         latent_dim, num_outputs = latents.latent_dim, targets.size(-1)
         check_latent_dim(latent_dim, num_outputs)
         check_inducing_points(inducing_points, latent_dim)
@@ -144,11 +149,11 @@ class CollapsedBayesianGPLVM(Module):
         )
 
     def forward(self) -> Tensor:
-        """The bound per datum: nats a row, summed over its outputs."""
+        """The bound per datum: nats per row, summed over its outputs."""
         problem = self.problem()
         kl = self.latents.kl_divergence().sum()
-        if self.bound == "standard":
-            value = standard_bound(problem, kl=kl)
+        if self.bound == "titsias":
+            value = titsias_bound(problem, kl=kl)
         elif self.bound == "constant":
             value = constant_scale_bound(problem, kl=kl)
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import host_values
+from ..checks import host_values
 
 
 def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = None) -> tuple[Tensor, Tensor | None]:

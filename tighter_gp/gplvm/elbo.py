@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import VariationalELBO
@@ -13,11 +12,12 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal
 
-from .._modes import chunks, temporary_mode
 from ..conditionals import PerPoint
 from ..likelihoods.properties import filled
-from ..mlls import TighterELBO
-from ..strategies._tighter_strategy import _TighterStrategy
+from ..mlls import DataTerms, TighterELBO, data_terms
+from ..modes import chunks, temporary_mode
+from ..strategies import TighterStrategy
+from ..strategies.base import ConditionalAddedLossTerm
 from .data import as_observed, check_count
 
 
@@ -100,16 +100,22 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         if num_data < 1:
             raise ValueError(f"num_data is the number of rows of the training data; got {num_data}.")
         super().__init__(likelihood, model, num_data, beta, combine_terms)
-        if objective is None:
-            tighter = isinstance(model.variational_strategy, _TighterStrategy)
-            objective = TighterELBO if tighter else VariationalELBO
-        masks = issubclass(objective, TighterELBO)
-        self._data_elbo = objective(
-            likelihood if masks else _ObservedLikelihood(likelihood), model, num_data, beta, combine_terms=False
-        )
+        is_ours = isinstance(model.variational_strategy, TighterStrategy)
+        objective = objective or (TighterELBO if is_ours else VariationalELBO)
+        self.is_tighter = issubclass(objective, TighterELBO)
+        # Made for its checks of model and likelihood.
+        objective(likelihood, model, num_data, beta)
 
     def _log_likelihood_term(self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        return self._data_elbo._log_likelihood_term(approximate_dist_f, target, **kwargs)
+        return self._data_terms(approximate_dist_f, target, None, **kwargs).log_likelihood
+
+    def _data_terms(self, q_f: MultivariateNormal, target: Tensor, mask: Tensor | None, **kwargs: Any) -> DataTerms:
+        """Sums over points, one value per output."""
+        if self.is_tighter:
+            return data_terms(self.likelihood, q_f, target, mask=mask, beta=self.beta, **kwargs)
+        log_prob = self.likelihood.expected_log_prob(target if mask is None else filled(target, mask), q_f, **kwargs)
+        log_prob = log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
+        return DataTerms(log_prob.sum(-1), torch.zeros_like(log_prob[..., 0]))
 
     def forward(
         self,
@@ -124,7 +130,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         :param index: The rows of the data in this batch, ``B``; None for all.
         :param target: Those rows, ``B x P``; NaN marks a missing entry.
         :param mask: True where observed, ``B x P``.
-        :param num_samples: Draws of x a row.
+        :param num_samples: Draws of x per row.
         :param kwargs: Passed to the likelihood.
         :return: The bound per datum, or :class:`LatentELBOTerms`.
         """
@@ -165,19 +171,24 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
             rows = torch.arange(num_rows, device=x.device) if index is None else index
             call["index"] = rows.repeat(num_samples)
         q_f = self.model(x.reshape(num_samples * num_rows, latent_dim), **call)
-        # The inner objective counts N x S points, so its terms that are divided by them come back S times.
-        self._data_elbo.num_data = num_samples * self.num_data
-        with settings.observation_nan_policy("ignore" if observed is None else "fill"):
-            terms = self._data_elbo(q_f, target.mT.repeat(1, num_samples).to(x.dtype), **kwargs)
-        log_likelihood, kl_divergence, log_prior, *rest = terms
-        added_loss, conditional = (*rest, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))[:2]
+        targets = target.mT.repeat(1, num_samples).to(x.dtype)
+        mask = None if observed is None else observed.mT.repeat(1, num_samples)
+        log_likelihood, conditional = self._data_terms(q_f, targets, mask, **kwargs)
+        num_points = num_samples * num_rows
+        log_prior, added_loss = (log_likelihood.new_zeros(()) for _ in range(2))
+        for _, module, prior, closure, _ in self.named_priors():
+            log_prior = log_prior + prior.log_prob(closure(module)).sum() / self.num_data
+        for term in self.model.added_loss_terms():
+            if not isinstance(term, ConditionalAddedLossTerm) or not self.is_tighter:
+                added_loss = added_loss + term.loss()
+        divergence = self.model.variational_strategy.kl_divergence().expand(self.model.num_outputs)
         return LatentELBOTerms(
-            log_likelihood=log_likelihood.sum(-1),
-            kl_divergence=num_samples * kl_divergence.sum(-1),
+            log_likelihood=log_likelihood.sum(-1) / num_points,
+            kl_divergence=divergence.sum(-1) * (self.beta / self.num_data),
             latent_kl=self.beta * self.model.latents.prior.kl_divergence(q_x, x).mean(),
-            log_prior=num_samples * log_prior.mean(-1),  # GPyTorch repeats it for each output
-            added_loss=added_loss.mean(-1),
-            conditional=conditional.sum(-1),
+            log_prior=log_prior,
+            added_loss=added_loss,
+            conditional=self.beta * conditional.sum(-1) / num_points,
         )
 
     @torch.no_grad()
@@ -197,8 +208,8 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
 
         :param target: All rows, ``N x P``; NaN marks a missing entry.
         :param mask: True where observed, ``N x P``.
-        :param num_samples: Draws of x a row; the value's standard error falls with their square root.
-        :param batch_size: Rows a chunk.
+        :param num_samples: Draws of x per row; the value's standard error falls with their square root.
+        :param batch_size: Rows per chunk.
         """
         if target.size(0) != self.num_data:
             raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {target.size(0)}.")
@@ -213,20 +224,6 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
                 terms = self._terms(x, q_x, target[rows], None, index, **kwargs)
                 total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
         return total
-
-
-class _ObservedLikelihood(Likelihood):
-    """For GPyTorch's objective: a likelihood whose expectation is zero, with zero gradients, at missing targets."""
-
-    def __init__(self, likelihood: Likelihood) -> None:
-        super().__init__()
-        self.likelihood = likelihood
-
-    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.likelihood.forward(function_samples, *args, **kwargs)
-
-    def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal, **kwargs: Any) -> Tensor:
-        return where_observed(self.likelihood.expected_log_prob, observations, function_dist, **kwargs)
 
 
 def where_observed(function: Any, observations: Tensor, function_dist: MultivariateNormal, **kwargs: Any) -> Tensor:

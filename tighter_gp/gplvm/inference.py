@@ -9,9 +9,9 @@ from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 from torch.distributions import Normal
 
-from .._modes import chunks, temporary_mode
 from ..conditionals import PerPoint
 from ..mlls import TighterELBO
+from ..modes import chunks, temporary_mode
 from .data import as_observed, check_count
 from .elbo import LatentVariableELBO
 from .encoded_latents import EncodedLatents

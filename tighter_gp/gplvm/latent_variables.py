@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Normal
 from torch.nn import Parameter
 from torch.nn.functional import embedding
 
-from .._checks import check_range
+from ..checks import check_range
 from ..conditionals import PerPoint
 from .data import principal_components
 from .prior import LatentPrior

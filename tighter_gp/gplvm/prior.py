@@ -28,7 +28,7 @@ class LatentPrior(Module):
 
     def __init__(self, distribution: Distribution | None, like: Tensor) -> None:
         super().__init__()
-        latent_dim = like.size(-1)
+        self.latent_dim = latent_dim = like.size(-1)
         if distribution is None:
             zeros = torch.zeros(latent_dim, dtype=like.dtype, device=like.device)
             distribution = Normal(zeros, torch.ones_like(zeros), validate_args=False)
@@ -68,6 +68,13 @@ class LatentPrior(Module):
         if samples is None:
             samples = q.rsample(torch.Size([1]))
         return -q.entropy().sum(-1) - self.log_prob(samples).mean(0)
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether :meth:`kl_divergence` is in closed form, not an estimate from draws."""
+        like = self.log_prob(self.distribution.sample(torch.Size([1])))
+        rows = torch.zeros(1, self.latent_dim, dtype=like.dtype, device=like.device)
+        return _closed_form(Normal(rows, torch.ones_like(rows), validate_args=False), self.distribution) is not None
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of a row, ``Q`` each; 0 and 1 for a prior that has none."""

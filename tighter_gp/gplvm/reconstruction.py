@@ -11,9 +11,9 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.distributions import Normal
 
-from .._modes import chunks, temporary_mode
+from ..modes import chunks, temporary_mode
 from ..predictive import predict
-from ..strategies._tighter_strategy import _TighterStrategy
+from ..strategies import TighterStrategy
 from .data import as_observed, check_count
 from .elbo import where_observed
 
@@ -33,7 +33,7 @@ class Reconstruction(NamedTuple):
 
 def _decode(model: Any, x: Tensor) -> MultivariateNormal:
     """q(f) at latents ``n x Q``: batch shape ``P``, diagonal covariance, the last term of the variance dropped."""
-    if isinstance(model.variational_strategy, _TighterStrategy):
+    if isinstance(model.variational_strategy, TighterStrategy):
         return predict(model, x)
     with temporary_mode(model.variational_strategy, True):  # where GPyTorch computes the diagonal only
         q_f = model(x)

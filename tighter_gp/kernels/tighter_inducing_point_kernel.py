@@ -20,16 +20,13 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..blocks import Blocks
-from ..bounds import block_penalty, log_penalty, spherical_penalty
-from ..conditionals import ResidualBlocks
+from ..collapsed.collapsed_gp import kernel_projector
+from ..collapsed.sgpr_prediction import CurrentPredictionStrategy, explained_covariance
+from ..conditionals import Blocks, ResidualBlocks
 from ..likelihoods.properties import is_gaussian
-from ..linalg import project
-from .precision import Covariances, inducing_cholesky, sufficient_precision, unlowered_covariances
-from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
-
-BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
-_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"spherical": spherical_penalty, "tighter": log_penalty}
+from ..maths.bounds import PENALTIES, block_penalty, check_bound
+from ..maths.linalg import full_precision
+from ..prior import Projection, Projector
 
 
 class CollapsedAddedLossTerm(AddedLossTerm):
@@ -46,6 +43,7 @@ class CollapsedAddedLossTerm(AddedLossTerm):
         self.penalty = penalty
 
     def loss(self, *params: Any) -> Tensor:
+        _refuse_missing()
         noise = self.likelihood._shaped_noise_covar(self.residual.shape, *params).diagonal(dim1=-1, dim2=-2)
         return -self.penalty(self.residual, noise)
 
@@ -64,9 +62,20 @@ class BlockAddedLossTerm(AddedLossTerm):
         self.likelihood = likelihood
 
     def loss(self, *params: Any) -> Tensor:
+        _refuse_missing()
         noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
         noise_in_blocks = noise[..., self.blocks.rows.clamp_min(0)].to(self.blocks.covariance.dtype)
         return -block_penalty(self.blocks.covariance, noise_in_blocks).to(noise.dtype)
+
+
+def _refuse_missing() -> None:
+    """The price of a residual is not paid for a missing target, and an added loss term sees no targets."""
+    policy = settings.observation_nan_policy.value()
+    if policy != "ignore":
+        raise NotImplementedError(
+            f"TighterInducingPointKernel does not see which targets are missing under observation_nan_policy({policy!r}); "
+            "drop the rows whose target is missing before building the ExactGP."
+        )
 
 
 class TighterInducingPointKernel(InducingPointKernel):
@@ -84,7 +93,7 @@ class TighterInducingPointKernel(InducingPointKernel):
     ``"titsias"``    :math:`\tfrac12 \sum_n d_n/\sigma_n^2`              GPyTorch's own
     ``"spherical"``  :math:`\tfrac N2 \log(1 + \sum_n d_n / N\sigma^2)`
     ``"tighter"``    :math:`\tfrac12 \sum_n \log(1 + d_n/\sigma_n^2)`
-    ``"block"``      :math:`\tfrac12 \sum_b \log|I + D_{bb}/\sigma^2|`   :math:`O(S^2(M+S))` a block of :math:`S` points
+    ``"block"``      :math:`\tfrac12 \sum_b \log|I + D_{bb}/\sigma^2|`   :math:`O(S^2(M+S))` per block of :math:`S` points
     ``"full"``       :math:`\tfrac12 \log|I + D/\sigma^2|`               :math:`O(N^3)`
     ===============  ==================================================  ===================
 
@@ -120,8 +129,7 @@ class TighterInducingPointKernel(InducingPointKernel):
         blocks: Tensor | None = None,
         jitter_val: float = 0.0,
     ) -> None:
-        if bound not in BOUNDS:
-            raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, BOUNDS))}.")
+        check_bound(bound)
         if (bound == "block") != (blocks is not None):
             came = "none" if blocks is None else f"them with bound={bound!r}"
             raise ValueError(
@@ -139,64 +147,71 @@ class TighterInducingPointKernel(InducingPointKernel):
         self.bound = bound
         self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val
+        self._was_called = False
 
-    def prior(self, precision: torch.dtype) -> Covariances:
-        """The base kernel as functions, evaluated in some precision."""
-        return unlowered_covariances(self.base_kernel, precision)
+    def projector(self, noise: Tensor | None = None, precision: torch.dtype | None = None) -> Projector:
+        """What turns inputs, as this kernel sees them, into (prior mean, A, d).
 
-    def inducing_cholesky(self) -> Tensor:
-        r""":math:`L = \mathrm{chol}(K_{ZZ} + \epsilon I)` in float64, with a jitter of the kernel's scale where one is needed."""
-        return inducing_cholesky(self.prior(torch.float64), self.inducing_points, self.jitter_val)
+        :param noise: Noise variances; default the likelihood's.
+        :param precision: Of kernel and projection; default one that suffices for the bound.
+        """
+        if noise is None:
+            noise = torch.as_tensor(getattr(self.likelihood, "noise", 0.0))
+        if self.bound in ("block", "full"):
+            noise = torch.zeros_like(noise)  # their residual covariances are factorised
+        return kernel_projector(self.base_kernel, self.inducing_points, noise, self.jitter_val, precision=precision)
 
-    def _projection(self, x: Tensor) -> Tensor:
-        """Transpose of A, ``... x N x M``, in a precision that suffices for the bound."""
-        chol = self.inducing_cholesky()
-        noise = 0.0 if self.bound in ("block", "full") else getattr(self.likelihood, "noise", 0.0)
-        precision = sufficient_precision(chol, noise, x.dtype)
-        return project(chol, self.prior(precision).covariance(self.inducing_points, x)).mT
-
-    def _residual(self, x: Tensor, root: Tensor) -> Tensor:
-        """:math:`d_n` in the dtype of the inputs."""
-        variance = self.prior(root.dtype).variance(x)
-        return (variance - root.square().sum(-1)).clamp_min(0.0).to(x.dtype)
+    def _project(self, x: Tensor) -> tuple[Projector, Any, Projection]:
+        projector = self.projector()
+        projector.lower = self.training or not torch.is_grad_enabled()
+        with full_precision(x.device.type):
+            prior, _ = projector.factorized(x)
+            matrix = projector.project(prior)
+            residual = (prior.data_variance - matrix.square().sum(-2)).clamp_min(0.0).to(x.dtype)
+        return projector, prior, Projection(prior.mean, matrix, residual)
 
     def _get_covariance(self, x1: Tensor, x2: Tensor) -> LinearOperator:
         """As GPyTorch's, which evaluates in the precision of the inputs and keeps the factor in eval mode."""
-        root = self._projection(x1)
+        points = self._project(x1)[2]
         if not torch.equal(x1, x2):
-            return MatmulLinearOperator(root.to(x1.dtype), self._projection(x2).mT.to(x2.dtype))
-        covar = explained_covariance(root, x1.dtype)
+            return MatmulLinearOperator(points.matrix.mT.to(x1.dtype), self._project(x2)[2].matrix.to(x2.dtype))
+        covar = explained_covariance(points.matrix.mT, x1.dtype)
         if self.training or settings.sgpr_diagonal_correction.off():
             return covar
-        return covar + DiagLinearOperator(self._residual(x1, root))
+        return covar + DiagLinearOperator(points.residual)
+
+    def __call__(self, x1: Tensor, x2: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if settings.lazily_evaluate_kernels.on():
+            self._was_called = True  # by a model, not by another kernel
+        return super().__call__(x1, x2, *args, **kwargs)
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
+        if self.training and not self._was_called:
+            raise TypeError(
+                "TighterInducingPointKernel is inside another kernel, which would scale or add to what it explains but not "
+                "to the price of what it leaves. Put the other kernel inside: "
+                "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood)."
+            )
         if not self.training or self.bound == "titsias":
             return super().forward(x1, x2, diag=diag, **kwargs)
         if not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
-        root = self._projection(x1)
-        self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(x1, root))
-        covar = explained_covariance(root, x1.dtype)
+        projector, prior, points = self._project(x1)
+        self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(projector, prior, points))
+        covar = explained_covariance(points.matrix.mT, x1.dtype)
         return covar.diagonal(dim1=-1, dim2=-2) if diag else covar
 
-    def _penalty_term(self, x: Tensor, root: Tensor) -> AddedLossTerm:
-        residual = self._residual(x, root)
-        if self.bound in _PENALTIES:
-            return CollapsedAddedLossTerm(residual, self.likelihood, _PENALTIES[self.bound])
+    def _penalty_term(self, projector: Projector, prior: Any, points: Projection) -> AddedLossTerm:
+        if self.bound in PENALTIES:
+            return CollapsedAddedLossTerm(points.residual, self.likelihood, PENALTIES[self.bound])
+        residual = points.residual
         # The full bound is that of a single block.
-        one = torch.zeros(residual.size(-1), dtype=torch.long, device=x.device)
+        one = torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device)
         blocks = Blocks(one) if self.bound == "full" else self.blocks
         if blocks is None:
             raise ValueError("bound='block' needs the labels of the training points: build the kernel with blocks=.")
-
-        def covariance(rows: Tensor) -> Tensor:
-            # Blocks go in front of the kernel's own batch.
-            points = x.expand(*root.shape[:-2], *x.shape[-2:])[..., rows, :].movedim(-3, 0)
-            roots = root[..., rows, :]
-            return self.prior(root.dtype).covariance(points, points).movedim(0, -3) - roots @ roots.mT
-
-        return BlockAddedLossTerm(blocks.residual_blocks(residual, covariance), residual.shape, self.likelihood)
+        within = lambda sets: projector.residual_within(prior, points.matrix, sets)
+        return BlockAddedLossTerm(blocks.residual_blocks(residual, within), residual.shape, self.likelihood)
 
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: MultivariateNormal, train_labels: Tensor, likelihood: Likelihood

@@ -13,8 +13,8 @@ from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussia
 from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator
 from torch import Tensor
 
-from .._checks import host_values
-from ..linalg import cholesky
+from ..checks import host_values
+from ..maths.linalg import cholesky
 
 _LOG_CONCAVE = (
     _GaussianLikelihoodBase,

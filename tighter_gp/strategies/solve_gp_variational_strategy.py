@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.distributions.kl import kl_divergence, register_kl
 
 from ..conditionals import Conditional
-from ..moments import (
+from ..maths.collapsed import add_identity
+from ..maths.moments import (
     Whitened,
-    add_identity,
     join_whitened,
     orthogonal_cholesky,
     solve_gp_whitened_from_gram,
 )
-from ._tighter_strategy import _TighterStrategy, set_distribution, to_whitened
+from .base import TighterStrategy
+from .distributions import set_distribution, to_whitened
 
 
-class SolveGPVariationalStrategy(_TighterStrategy):
+class SolveGPVariationalStrategy(TighterStrategy):
     r"""
     SOLVE-GP (Shi, Titsias and Mnih, 2020): a second set of inducing variables for what the first one leaves.
 
@@ -110,52 +111,28 @@ class SolveGPVariationalStrategy(_TighterStrategy):
     # -- the two distributions and their joint --------------------------------------------------------------------------
 
     @property
-    def _distributions(self) -> tuple[_VariationalDistribution, _VariationalDistribution]:
+    def distributions(self) -> tuple[_VariationalDistribution, _VariationalDistribution]:
+        """q(u) and q(v)."""
         return self._variational_distribution, self._orthogonal_distribution
-
-    def _whitened_parts(self) -> tuple[Whitened, Whitened]:
-        """q(u) and q(v) as tensors."""
-        return self._whitened(self._variational_distribution, "u"), self._whitened(self._orthogonal_distribution, "v")
 
     def whitened(self) -> Whitened:
         """q(w) of the stacked whitened variables, as tensors."""
-        return join_whitened(*self._whitened_parts())
+        return join_whitened(*self.whitened_parts())
 
     @property
     def variational_distribution(self) -> Distribution:
         """The joint whitened q(u) q(v), whose KL from ``prior_distribution`` is the sum of theirs."""
-        parts = self._cached_q(self._variational_distribution, "u"), self._cached_q(self._orthogonal_distribution, "v")
-        known, joint = self._q_cache.get("joint", (None, None))
-        if known is None or joint is None or known[0] is not parts[0] or known[1] is not parts[1]:
-            joint = _join(*parts)
-            self._q_cache["joint"] = (parts, joint)
-        return joint
+        return _join(self._cached_q(0), self._cached_q(1))
 
-    @property
-    def prior_distribution(self) -> MultivariateNormal:
-        return _standard_normal(*self._distributions)
+    # -- both sets of points ---------------------------------------------------------------------------------------------
 
-    def _initialize(self) -> None:
-        if not self._is_initialized() and not bool(self.variational_params_initialized):
-            for distribution in self._distributions:
-                distribution.initialize_variational_distribution(_standard_normal(distribution))
-            self._mark_initialized()
+    def all_points(self) -> Tensor:
+        """Inducing points, then orthogonal points."""
+        return torch.cat([self.inducing_points, self.orthogonal_points], dim=-2)
 
-    # -- from q(u) and q(v) to q(f) -------------------------------------------------------------------------------------
-
-    def _all_points(self, inducing_points: Tensor) -> Tensor:
-        """Inducing points, then orthogonal points, in the batch shape of the former."""
-        orthogonal_points = self.orthogonal_points.expand(
-            *inducing_points.shape[:-2], *self.orthogonal_points.shape[-2:]
-        )
-        return torch.cat([inducing_points, orthogonal_points], dim=-2)
-
-    def _factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
-        return orthogonal_cholesky(matrix, self.inducing_points.size(-2), factorize)
-
-    def _checked_cholesky(self, matrix: Tensor) -> Tensor:
+    def factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
         try:
-            return super()._checked_cholesky(matrix)
+            return orthogonal_cholesky(matrix, self.inducing_points.size(-2), factorize)
         except NotPSDError as error:
             raise NotPSDError(f"{error} {self._describe_closest(matrix)}") from error
 
@@ -180,25 +157,36 @@ class SolveGPVariationalStrategy(_TighterStrategy):
         num_inducing = self.inducing_points.size(-2)
         optimum = solve_gp_whitened_from_gram(gram, linear, num_inducing)
         rows = slice(num_inducing), slice(num_inducing, None)
-        for distribution, q, part in zip(self._distributions, optimum, rows, strict=True):
+        for distribution, q, part in zip(self.distributions, optimum, rows, strict=True):
             set_distribution(distribution, q.mean, add_identity(gram[..., part, part]))
-        self._mark_initialized()
+        self.mark_initialized()
 
-    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As in GPyTorch, an exact GP on pseudo-data and the new points: pseudo-data at both sets of points."""
-        for distribution in self._distributions:
+    # -- pseudo-data, for fantasies ---------------------------------------------------------------------------------------
+
+    def _joined(self) -> VariationalStrategy:
+        """GPyTorch's strategy on both sets of points with the same q(f)."""
+        for distribution in self.distributions:
             if not isinstance(distribution, CholeskyVariationalDistribution):
                 raise NotImplementedError(
                     "Fantasy models need a CholeskyVariationalDistribution for both q(u) and q(v); "
                     f"got {type(distribution).__name__}."
                 )
-        points, q = self._all_points(self.inducing_points), self.whitened()
+        points, q = self.all_points(), self.whitened()
         joint = CholeskyVariationalDistribution(points.size(-2), self._variational_distribution.batch_shape).to(points)
         joint.variational_mean.data.copy_(q.mean)
         joint.chol_variational_covar.data.copy_(q.root)
         strategy = VariationalStrategy(self.model, points, joint, False, self._jitter_val)
         strategy.variational_params_initialized.fill_(1)
-        return strategy.get_fantasy_model(inputs, targets, *args, **kwargs)
+        return strategy
+
+    @property
+    def pseudo_points(self) -> tuple[Tensor, Tensor]:
+        """Pseudo-data at both sets of points."""
+        return self._joined().pseudo_points
+
+    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As in GPyTorch, an exact GP on pseudo-data and the new points: pseudo-data at both sets of points."""
+        return self._joined().get_fantasy_model(inputs, targets, *args, **kwargs)
 
 
 class _JointNormal(MultivariateNormal):
@@ -237,13 +225,6 @@ def _join(q_u: Distribution, q_v: Distribution) -> Distribution:
         return Delta(joint.mean)
     covar = RootLinearOperator(joint.root) if joint.stddev is None else DiagLinearOperator(joint.stddev.square())
     return _JointNormal(joint.mean, covar, parts=(q_u, q_v))
-
-
-def _standard_normal(*distributions: _VariationalDistribution) -> MultivariateNormal:
-    """The whitened prior of all the variables these distributions are over."""
-    first, size = distributions[0], sum(distribution.num_inducing_points for distribution in distributions)
-    zeros = torch.zeros(*first.batch_shape, size, dtype=first.dtype, device=first.device)
-    return MultivariateNormal(zeros, DiagLinearOperator(torch.ones_like(zeros)))
 
 
 def _check_points(inducing_points: Tensor, orthogonal_points: Tensor) -> None:

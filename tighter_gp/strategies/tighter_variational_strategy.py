@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..moments import add_identity, whitened_from_gram
-from ._tighter_strategy import _TighterStrategy, set_distribution
+from ..maths.collapsed import add_identity
+from ..maths.moments import whitened_from_gram
+from .base import TighterStrategy
+from .distributions import set_distribution
 
 
-class TighterVariationalStrategy(_TighterStrategy):
+class TighterVariationalStrategy(TighterStrategy):
     r"""
     :class:`~gpytorch.variational.VariationalStrategy` whose q(f) can be narrower than the prior at the training points.
 
@@ -19,7 +21,7 @@ class TighterVariationalStrategy(_TighterStrategy):
     .. math:: q(f_n) = \mathcal N\bigl(\mu(x_n) + a_n^\top m,\; s_n + m_n d_n\bigr)
 
     at the training points and pays :math:`\tfrac12 \sum_n (m_n - 1 - \log m_n)` for it. Train it with
-    :class:`~tighter_gp.TighterELBO`. In eval mode it predicts exactly as
+    :class:`~tighter_gp.TighterELBO`. In eval mode it predicts as
     :class:`~gpytorch.variational.VariationalStrategy` does.
 
     :param model: Model this strategy is applied to.
@@ -27,7 +29,7 @@ class TighterVariationalStrategy(_TighterStrategy):
     :param variational_distribution: The form of q(u): Cholesky, mean-field, delta, natural or tril-natural.
     :param learn_inducing_locations: Whether :math:`Z` is a parameter.
     :param jitter_val: Added to :math:`K_{ZZ}`; default :class:`~gpytorch.settings.variational_cholesky_jitter`.
-    :param conditional: Who chooses :math:`m_n`: ``"optimal"`` (Gaussian noise, no parameter), ``"beta"``,
+    :param conditional: Who chooses :math:`m_n`: ``"optimal"`` (the best for any likelihood, no parameter), ``"beta"``,
         ``"scalar"``, or a :class:`~tighter_gp.conditionals.Conditional` such as
         :class:`~tighter_gp.conditionals.PerPoint`.
     :ivar ~tighter_gp.conditionals.Conditional conditional: The conditional.
@@ -55,4 +57,4 @@ class TighterVariationalStrategy(_TighterStrategy):
         :param linear: :math:`\sum_n a_n (y_n - \mu(x_n)) / \sigma_n^2`, ``... x M``.
         """
         set_distribution(self._variational_distribution, whitened_from_gram(gram, linear).mean, add_identity(gram))
-        self._mark_initialized()
+        self.mark_initialized()

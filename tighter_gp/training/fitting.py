@@ -12,8 +12,8 @@ from gpytorch.likelihoods import Likelihood
 from torch import Tensor
 
 from ..arguments import check_arguments
+from ..checks import describe_hyperparameters
 from ..mlls import TighterELBO
-from ..strategies._tighter_strategy import describe_hyperparameters
 from . import distributed
 from .guard import Guard
 from .history import History, Step

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS, first_line
+from ..checks import NUMERICAL_ERRORS, first_line
 from . import distributed
 from .batches import Batch
 from .steps import Call, Step

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from .._checks import check_range
-from ..blocks import BlockBatchSampler
+from ..checks import check_range
+from ..conditionals.blocks import BlockBatchSampler
 from ..data import move
 from . import distributed
 from .batches import Batch, BatchSource

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from .._checks import NUMERICAL_ERRORS
-from .._modes import temporary_mode
+from ..checks import NUMERICAL_ERRORS
+from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
 from .batches import Batch, BatchSource

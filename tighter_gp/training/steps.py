@@ -16,7 +16,7 @@ import torch
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS
+from ..checks import NUMERICAL_ERRORS
 from ..compiled import CompiledStep
 from . import distributed
 from .batches import Batch

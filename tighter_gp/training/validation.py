@@ -17,13 +17,13 @@ from gpytorch.models.deep_gps import DeepGP
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from .._checks import NUMERICAL_ERRORS
-from .._modes import chunks, temporary_mode
 from ..arguments import check_arguments
+from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_kind, first_parameter, num_rows, row_dim
 from ..labels import check_labels
 from ..likelihoods.properties import is_gaussian, observed
+from ..modes import chunks, temporary_mode
 from ..predictive import predict
 from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .densities import log_density

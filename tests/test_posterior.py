@@ -12,14 +12,7 @@ import tighter_gp
 from tests import dense
 from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
 from tests.support import Q_FORMS, double_problem, randomize_q
-from tighter_gp.latent import (
-    ChunkedLatentGP,
-    CollapsedLatentGP,
-    UncollapsedLatentGP,
-    latent_gp,
-    require_gaussian,
-    tighter_strategy,
-)
+from tighter_gp.posterior import posterior_of, require_gaussian, tighter_strategy
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -55,9 +48,12 @@ MODELS = pytest.mark.parametrize("make", [sparse, collapsed, chunked])
 
 
 def test_the_view_fits_the_model():
-    assert isinstance(latent_gp(sparse()), UncollapsedLatentGP)
-    assert isinstance(latent_gp(collapsed()), CollapsedLatentGP)
-    assert isinstance(latent_gp(chunked()), ChunkedLatentGP)
+    view = posterior_of(sparse())
+    assert view.strategy is not None
+    assert view.training is None
+    for view in (posterior_of(collapsed()), posterior_of(chunked())):
+        assert view.strategy is None
+        assert torch.equal(view.training.x, P.x)
 
 
 @pytest.mark.parametrize("last_term", ["drop", "exact", "optimal", "subset"])
@@ -70,29 +66,29 @@ def test_a_chunked_collapsed_model_predicts_as_the_kernel_does(last_term):
 
 @MODELS
 def test_the_projection_and_residual_are_the_dense_ones(make):
-    points = latent_gp(make()).projected(X)
+    points = posterior_of(make()).projector(X)
     covariance = P.Kuu + JITTER * torch.eye(M)
     projection = torch.linalg.inv(torch.linalg.cholesky(covariance)) @ k(P.z, X)
     torch.testing.assert_close(points.mean, torch.full((7,), 0.3))
-    torch.testing.assert_close(points.projection, projection, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(points.matrix, projection, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(points.residual, P.variance - (projection**2).sum(0), rtol=1e-9, atol=1e-10)
 
 
 @MODELS
 def test_covariances_between_two_sets_of_points(make):
-    view = latent_gp(make())
-    one, other = view.projected(X), view.projected(P.x)
-    torch.testing.assert_close(view.covariance(X, P.x), k(X, P.x))
+    view = posterior_of(make())
+    one, other = view.projector(X), view.projector(P.x)
+    torch.testing.assert_close(view.projector.covariance(X, P.x), k(X, P.x))
     explained = k(X, P.z) @ torch.linalg.inv(P.Kuu + JITTER * torch.eye(M)) @ P.Kuf
-    residual = view.residual_covariance(X, P.x, one.projection, other.projection)
+    residual = view.projector.residual_covariance(X, P.x, one.matrix, other.matrix)
     torch.testing.assert_close(residual, k(X, P.x) - explained, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", Q_FORMS)
 def test_the_moments_of_an_uncollapsed_model_are_its_prediction(form):
     model = sparse(form)
-    view = latent_gp(model)
-    mean, variance = view.moments(view.projected(X))
+    view = posterior_of(model)
+    mean, variance = view.moments(view.projector(X))
     expected = model(X)
     torch.testing.assert_close(mean, expected.mean)
     torch.testing.assert_close(variance, expected.variance)
@@ -100,7 +96,7 @@ def test_the_moments_of_an_uncollapsed_model_are_its_prediction(form):
 
 @pytest.mark.parametrize("noise", [P.noise[0], torch.linspace(0.02, 0.5, N, dtype=torch.float64)], ids=["one", "fixed"])
 def test_the_q_of_a_collapsed_model_is_the_optimal_one(noise):
-    view = latent_gp(collapsed(noise))
+    view = posterior_of(collapsed(noise))
     sparse_model = sparse()
     tighter_gp.set_optimal_q(sparse_model, make_noise(noise), P.x, P.y)
     q = sparse_model.variational_strategy.variational_distribution
@@ -113,10 +109,10 @@ def test_active_dims_of_a_collapsed_kernel_are_selected():
     kernel = make_kernel("rbf", P.variance, P.lengthscales)
     model = CollapsedGP(wide, P.y, P.z, kernel, make_noise(0.1), 0.3, jitter_val=JITTER, active_dims=(1, 2)).eval()
     x = torch.cat([torch.randn(7, 1), X], dim=-1)
-    view, narrow = latent_gp(model), latent_gp(collapsed(0.1))
-    for actual, expected in zip(view.projected(x), narrow.projected(X), strict=True):
+    view, narrow = posterior_of(model), posterior_of(collapsed(0.1))
+    for actual, expected in zip(view.projector(x), narrow.projector(X), strict=True):
         torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(view.covariance(x, wide), k(X, P.x))
+    torch.testing.assert_close(view.projector.covariance(x, wide), k(X, P.x))
     torch.testing.assert_close(view.q.mean, narrow.q.mean)
 
 
@@ -136,7 +132,7 @@ def test_a_collapsed_model_returns_the_covariance_of_its_kernel():
     forward = model.forward
     model.forward = lambda x: forward(x) + forward(x)
     with pytest.raises(TypeError, match="must return the covariance of its covar_module as it is; got Sum"):
-        latent_gp(model)
+        posterior_of(model)
 
 
 @pytest.mark.parametrize("strategy", [VariationalStrategy, IndependentMultitaskVariationalStrategy])
@@ -149,14 +145,14 @@ def test_a_strategy_that_is_not_ours_is_refused(strategy):
 
 def test_a_model_that_is_none_is_refused():
     with pytest.raises(TypeError, match="got Linear with NoneType"):
-        latent_gp(torch.nn.Linear(1, 1))
+        posterior_of(torch.nn.Linear(1, 1))
 
 
 def test_a_collapsed_model_needs_our_kernel():
     model = collapsed()
     model.covar_module = gpytorch.kernels.RBFKernel()
-    with pytest.raises(TypeError, match="needs a TighterInducingPointKernel as its covar_module; got RBFKernel"):
-        latent_gp(model)
+    with pytest.raises(TypeError, match=r"needs a TighterInducingPointKernel as its covar_module.* got RBFKernel"):
+        posterior_of(model)
 
 
 def test_a_gaussian_likelihood_is_required_by_name():

@@ -16,7 +16,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from .._checks import same_values
+from ..checks import same_values
 
 
 class WideRootLinearOperator(LowRankRootLinearOperator):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,37 @@ def same_values(known: Tensor, current: Tensor) -> bool:
     return known.is_meta or torch.equal(known, current)
 
 
+class ModuleState:
+    """What the values of some modules depend on: which objects they are, their tensors by value, their plain attributes."""
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self.parts = list(_state(*modules))
+        self.tensors = [tensor.detach().clone() for _, _, tensors in self.parts for tensor in tensors]
+
+    def is_current(self, *modules: torch.nn.Module) -> bool:
+        """Whether the modules are what they were."""
+        current = list(_state(*modules))
+        tensors = [tensor for _, _, found in current for tensor in found]
+        return (
+            len(current) == len(self.parts)
+            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(self.parts, current, strict=True))
+            and len(tensors) == len(self.tensors)
+            and all(map(same_values, self.tensors, tensors))
+        )
+
+
+def _state(*modules: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, Any], list[Tensor]]]:
+    for module in modules:
+        for child in module.modules():
+            attributes = {name: value for name, value in vars(child).items() if name != "training"}
+            plain = {
+                n: v for n, v in attributes.items() if isinstance(v, (bool, int, float, str, tuple)) or callable(v)
+            }
+            tensors = [v for v in attributes.values() if isinstance(v, Tensor)]
+            own = (*child._parameters.values(), *child._buffers.values())
+            yield child, plain, [*tensors, *(tensor for tensor in own if tensor is not None)]
+
+
 def check_inputs(x: Tensor, num_dims: int) -> None:
     """Raise unless ``x`` can be inputs of a model on ``num_dims`` dimensions."""
     if not torch.is_tensor(x) or not x.is_floating_point():
@@ -93,3 +125,16 @@ def raise_if_not_finite(x: Tensor) -> None:
         return
     rows = int((~torch.isfinite(x)).any(-1).sum())
     raise ValueError(f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them.")
+
+
+def describe_hyperparameters(*modules: Any) -> str:
+    """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
+    described = []
+    for module in modules:
+        for name, parameter, constraint in module.named_parameters_and_constraints():
+            if "_distribution." in name or name.endswith("_points") or not parameter.numel():
+                continue
+            value = (parameter if constraint is None else constraint.transform(parameter)).detach()
+            low, high = value.min().item(), value.max().item()
+            described.append(f"{name.replace('raw_', '')}={low:.3g}" + (f"..{high:.3g}" if high != low else ""))
+    return ", ".join(described) or "none"

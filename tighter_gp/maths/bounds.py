@@ -1,4 +1,4 @@
-r"""One function an equation. Every bound is a sum over the data, never divided by N. Torch only.
+r"""One function per equation. Every bound is a sum over the data, never divided by N. Torch only.
 
 Order, for Gaussian noise: titsias (:math:`F_1`) <= spherical (:math:`F_5`) <= tighter (:math:`F_4`)
 <= full (:math:`F_8`) <= log evidence.
@@ -7,12 +7,14 @@ Order, for Gaussian noise: titsias (:math:`F_1`) <= spherical (:math:`F_5`) <= t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from .collapsed import add_identity, add_identity_cholesky, collapse, collapsed_log_prob
 from .linalg import cholesky
-from .moments import Whitened, add_identity, add_identity_cholesky, orthogonal_cholesky
+from .moments import Whitened, orthogonal_cholesky
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -126,7 +128,7 @@ def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
 
     .. math:: -\phi(m_n) = \tfrac12 \Bigl(\log(1 + x_n) - \frac{x_n}{1 + x_n}\Bigr), \qquad x_n = \lambda_n d_n
 
-    Parameters as in :func:`optimal_scale`; returns one value a point.
+    Parameters as in :func:`optimal_scale`; returns one value per point.
 
     Example:
         >>> noise = torch.tensor(2.0)
@@ -135,6 +137,25 @@ def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
     """
     ratio = precision * residual
     return 0.5 * (torch.log1p(ratio) - ratio / (1 + ratio))
+
+
+# The bounds by name, from loose to tight; those of a residual variance per point have a price of (residual, noise).
+BOUNDS = ("titsias", "spherical", "tighter", "block", "full")
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "titsias": trace_penalty,
+    "spherical": spherical_penalty,
+    "tighter": log_penalty,
+}
+
+
+def check_bound(bound: str, allowed: Sequence[str] = BOUNDS) -> None:
+    """Raise unless a bound is one of those allowed.
+
+    Example:
+        >>> tighter_gp.bounds.check_bound("tighter")
+    """
+    if bound not in allowed:
+        raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, allowed))}.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,12 +190,15 @@ def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tens
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
-    factor = add_identity_cholesky(scaled @ scaled.mT)
-    weights = torch.cholesky_solve(scaled @ whitened, factor)
-    misfit = whitened - scaled.mT @ weights
-    quadratic = misfit.square().sum((-1, -2)) + weights.square().sum((-1, -2))
-    log_det = 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1) + noise.log().sum(-1)
-    return -0.5 * (targets.size(-1) * _LOG_2PI + quadratic + log_det)
+    core = collapse(scaled @ scaled.mT, (scaled @ whitened).squeeze(-1))
+    quadratic = _sum_of_squares(scaled, whitened, core.weights)
+    return collapsed_log_prob(quadratic, core.log_det, noise.log().sum(-1), targets.size(-1))
+
+
+def _sum_of_squares(scaled: Tensor, whitened: Tensor, weights: Tensor) -> Tensor:
+    """The quadratic form of a collapsed bound, as misfit and size of the weights."""
+    misfit = whitened - scaled.mT @ weights.unsqueeze(-1)
+    return misfit.square().sum((-1, -2)) + weights.square().sum(-1)
 
 
 def titsias_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor) -> Tensor:
@@ -358,15 +382,16 @@ def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_in
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
-    gram = add_identity(scaled @ scaled.mT)
-    weights = torch.cholesky_solve(scaled @ whitened, orthogonal_cholesky(gram, num_inducing))
-    misfit = whitened - scaled.mT @ weights
-    quadratic = misfit.square().sum((-1, -2)) + weights.square().sum((-1, -2))
-    log_det = noise.log().sum(-1)
+    gram = scaled @ scaled.mT
+    core = collapse(
+        gram, (scaled @ whitened).squeeze(-1), lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)
+    )
+    quadratic = _sum_of_squares(scaled, whitened, core.weights)
+    log_det = torch.zeros_like(quadratic)
     for part in (slice(num_inducing), slice(num_inducing, None)):
-        factor = cholesky(gram[..., part, part], name="I + A A'/noise")
+        factor = add_identity_cholesky(gram[..., part, part])
         log_det = log_det + 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
-    return -0.5 * (targets.size(-1) * _LOG_2PI + quadratic + log_det)
+    return collapsed_log_prob(quadratic, log_det, noise.log().sum(-1), targets.size(-1))
 
 
 def solve_gp_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, num_inducing: int) -> Tensor:
@@ -410,7 +435,7 @@ def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
     .. math:: \tfrac12 \sum_b \log\bigl|I + \Sigma_b^{-1/2} D_{bb} \Sigma_b^{-1/2}\bigr|,
               \qquad M_b = \bigl(I + \Sigma_b^{-1/2} D_{bb} \Sigma_b^{-1/2}\bigr)^{-1}
 
-    One point a block is :func:`log_penalty`, one block :func:`full_penalty`; merging blocks never raises it.
+    One point per block is :func:`log_penalty`, one block :func:`full_penalty`; merging blocks never raises it.
 
     :param residual_blocks: :math:`D_{bb}`, shape ``... x K x S x S``. A block with fewer than ``S`` points is filled up
         with rows and columns of zeros, which cost nothing.
@@ -428,7 +453,7 @@ def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
 def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blocks: Tensor, rows: Tensor) -> Tensor:
     r""":math:`F_B`, between :func:`tighter_bound` and :func:`full_bound`.
 
-    :func:`nystrom_log_prob` less :func:`block_penalty`; :math:`O(S^2 (M + S))` a block.
+    :func:`nystrom_log_prob` less :func:`block_penalty`; :math:`O(S^2 (M + S))` per block.
 
     :param residual_blocks: :math:`D_{bb}`, shape ``... x K x S x S``.
     :param rows: The points of each block, ``K x S``, -1 where it is filled up; the others as in :func:`titsias_bound`.

@@ -1,8 +1,8 @@
 r"""Partitions of the training points into blocks, and mini-batches made of whole blocks.
 
 With a block-diagonal :math:`M` the tighter family may correlate points within a block; the bound rises from
-:math:`F_4` (one point a block) to :math:`F_8` (one block) as blocks are merged. It pays to put near points together.
-A partition is an integer tensor of labels, one a training point.
+:math:`F_4` (one point per block) to :math:`F_8` (one block) as blocks are merged. It pays to put near points together.
+A partition is an integer tensor of labels, one per training point.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from .conditionals import OptimalConditional, ResidualBlocks, block_table, checked_index
-from .inducing import kmeans
-from .linalg import mean_diagonal
-from .moments import add_identity_cholesky
+from ..inducing import kmeans
+from ..maths.collapsed import add_identity_cholesky
+from ..maths.linalg import mean_diagonal
+from .base import ResidualBlocks, block_table, checked_index
+from .optimal import OptimalConditional
 
 __all__ = ["BlockBatchSampler", "Blocks", "partition"]
 
@@ -32,11 +33,11 @@ def partition(
 
     :param x: Training inputs, ``N x D``, scaled as the kernel sees them.
     :param num_blocks: Number of blocks :math:`K`.
-    :param max_size: Most points a block; default :math:`\lceil N/K \rceil`, so that all blocks have nearly one size. The
+    :param max_size: Most points per block; default :math:`\lceil N/K \rceil`, so that all blocks have nearly one size. The
         cost of a block grows with the cube of its size, so keep it at or below the number of inducing points.
     :param seed: Seed of k-means.
-    :param chunk_size: Points a chunk.
-    :return: Labels from 0 to at most ``num_blocks - 1``, one a point, without gaps.
+    :param chunk_size: Points per chunk.
+    :return: Labels from 0 to at most ``num_blocks - 1``, one per point, without gaps.
 
     Example:
         >>> labels = tighter_gp.blocks.partition(torch.rand(100, 2), 7)
@@ -87,7 +88,7 @@ def block_chunks(labels: Tensor, batch_size: int) -> Iterator[Tensor]:
     Every point comes exactly once: this walks over the training set to sum something up.
 
     :param labels: Label of each point, shape ``N``.
-    :param batch_size: Most points a chunk, unless a single block has more.
+    :param batch_size: Most points per chunk, unless a single block has more.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
@@ -172,14 +173,17 @@ class Blocks(OptimalConditional):
         (100, 10)
     """
 
+    is_strict = True
+    is_gaussian_only = True
     needs_index = True
+    needs_blocks = True
     needs_double = True
 
     def __init__(self, labels: Tensor) -> None:
         super().__init__()
         if labels.dtype not in (torch.int32, torch.int64) or labels.dim() != 1 or not len(labels):
             raise ValueError(
-                "Blocks needs one integer label a training point, shape (N,); "
+                "Blocks needs one integer label per training point, shape (N,); "
                 f"got {str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}."
             )
         # Not saved: a checkpoint of any conditional without parameters loads into any other.
@@ -261,6 +265,6 @@ class Blocks(OptimalConditional):
 
 
 def _ungroup(values: Tensor, rows: Tensor) -> Tensor:
-    """From a value a place in a table of blocks, ``... x K x S``, to one a point, ``... x B``."""
+    """From one value per place in a table of blocks, ``... x K x S``, to one per point, ``... x B``."""
     place = (rows.flatten() >= 0).nonzero().flatten()
     return values.flatten(-2)[..., place[torch.argsort(rows.flatten()[place])]]

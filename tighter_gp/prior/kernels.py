@@ -21,7 +21,7 @@ from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from ..linalg import once_differentiable
+from ..maths.fused import once_differentiable
 
 
 class Leaf(NamedTuple):
@@ -44,11 +44,14 @@ class LoweredKernel(NamedTuple):
     :param leaves: The hyperparameters, in the order in which ``values`` are given.
     :param covariance: ``(values, x1, x2) -> ... x N1 x N2``; pass the same tensor twice for a symmetric matrix.
     :param variance: ``(values, x) -> ... x N``, its diagonal.
+    :param spread: ``(values, x1, x2) -> Tensor``, the largest squared norm of ``x2`` around the middle of ``x1``, in
+        lengthscales; None where no distance is computed.
     """
 
     leaves: tuple[Leaf, ...]
     covariance: Callable[[Values, Tensor, Tensor], Tensor]
     variance: Callable[[Values, Tensor], Tensor]
+    spread: Callable[[Values, Tensor, Tensor], Tensor] | None = None
 
     @property
     def values(self) -> list[Tensor]:
@@ -100,6 +103,11 @@ def scaled(x1: Tensor, x2: Tensor, lengthscale: Tensor) -> tuple[Tensor, Tensor 
     """
     centre = x1.detach().mean(-2, keepdim=True)
     return (x1 - centre) / lengthscale, None if x1 is x2 else (x2 - centre) / lengthscale
+
+
+@torch.no_grad()
+def _spread(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
+    return scaled(x1, x2, values[0])[1].square().sum(-1).amax()  # type: ignore[union-attr]
 
 
 def squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
@@ -179,6 +187,7 @@ def _lower_stationary(kernel: Kernel) -> LoweredKernel:
         (Leaf(kernel, "lengthscale"),),
         lambda values, x1, x2: _stationary(values, x1, x2, profile),
         _constant_variance,
+        _spread,
     )
 
 
@@ -194,11 +203,8 @@ def _lower_rational_quadratic(kernel: Kernel) -> LoweredKernel:
         squared = _SquaredDistance.apply(*scaled(x1, x2, lengthscale))
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
 
-    return LoweredKernel((Leaf(kernel, "lengthscale"), Leaf(kernel, "alpha")), covariance, lambda v, x: _ones(v[0], x))
-
-
-def _ones(lengthscale: Tensor, x: Tensor) -> Tensor:
-    return _constant_variance((lengthscale,), x)
+    leaves = Leaf(kernel, "lengthscale"), Leaf(kernel, "alpha")
+    return LoweredKernel(leaves, covariance, lambda values, x: _constant_variance(values[:1], x), _spread)
 
 
 class _SquaredDistance(torch.autograd.Function):
@@ -233,11 +239,12 @@ def _lower_scale(kernel: Kernel) -> LoweredKernel | None:
     leaves = (*base.leaves, Leaf(kernel, "outputscale"))
     if type(kernel.base_kernel) in _STATIONARY:
         # Takes the scale into the same pass over the matrix.
-        return LoweredKernel(leaves, base.covariance, base.variance)
+        return base._replace(leaves=leaves)
     return LoweredKernel(
         leaves,
         lambda values, x1, x2: values[-1].unsqueeze(-1).unsqueeze(-1) * base.covariance(values[:-1], x1, x2),
         lambda values, x: values[-1].unsqueeze(-1) * base.variance(values[:-1], x),
+        base.spread,
     )
 
 
@@ -257,12 +264,16 @@ def _lower_composition(kernel: Kernel, combine: Callable[[Tensor, Tensor], Tenso
         return total
 
     spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    spreads = [(part.spread, span) for part, span in zip(lowered, spans, strict=True) if part.spread is not None]
     return LoweredKernel(
         tuple(leaf for part in lowered for leaf in part.leaves),
         lambda values, x1, x2: fold(
             [part.covariance(values[span], x1, x2) for part, span in zip(lowered, spans, strict=True)]
         ),
         lambda values, x: fold([part.variance(values[span], x) for part, span in zip(lowered, spans, strict=True)]),
+        (lambda values, x1, x2: torch.stack([spread(values[span], x1, x2) for spread, span in spreads]).amax())
+        if spreads
+        else None,
     )
 
 
@@ -300,8 +311,14 @@ def _select(lowered: LoweredKernel, dims: Tensor) -> LoweredKernel:
         first = x1.index_select(-1, dims)
         return lowered.covariance(values, first, first if x1 is x2 else x2.index_select(-1, dims))
 
+    spread = lowered.spread
     return LoweredKernel(
-        lowered.leaves, covariance, lambda values, x: lowered.variance(values, x.index_select(-1, dims))
+        lowered.leaves,
+        covariance,
+        lambda values, x: lowered.variance(values, x.index_select(-1, dims)),
+        None
+        if spread is None
+        else lambda values, x1, x2: spread(values, x1.index_select(-1, dims), x2.index_select(-1, dims)),
     )
 
 

@@ -6,8 +6,8 @@ Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
 
 from __future__ import annotations
 
-import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cholesky", "project", "residual_variance", "solve_lower", "solve_lower_transposed"]
+__all__ = ["cholesky", "project", "residual_variance", "reversed_cholesky", "solve_lower", "solve_lower_transposed"]
 
 # Relative to the mean of the diagonal; each further try multiplies it by ten.
 _FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
 _MAX_TRIES = 7
 
 
-def cholesky(matrix: Tensor, name: str = "matrix", scale: Tensor | None = None) -> Tensor:
+def cholesky(
+    matrix: Tensor,
+    name: str = "matrix",
+    scale: Tensor | None = None,
+    report: Callable[[str, str], None] | None = None,
+) -> Tensor:
     r"""Lower Cholesky factor that retries with a jitter proportional to the matrix's own scale.
 
     A matrix that is positive definite is factorised as it is. One that is not gets
@@ -34,6 +39,7 @@ def cholesky(matrix: Tensor, name: str = "matrix", scale: Tensor | None = None) 
     :param name: What to call the matrix in messages.
     :param scale: What its rounding errors are relative to, shape ``...``, if not the mean of its diagonal: for a small
         difference of large matrices, the mean of theirs.
+    :param report: Called with the name and a message where jitter was added; default a warning.
     :return: Shape ``... x M x M``.
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
 
@@ -55,12 +61,8 @@ def cholesky(matrix: Tensor, name: str = "matrix", scale: Tensor | None = None) 
             matrix + torch.diag_embed(added.unsqueeze(-1).expand(matrix.shape[:-1]))
         )
         if not info.any():
-            warnings.warn(
-                f"{name} ({_describe(matrix)}) was not positive definite: "
-                f"added jitter {added.max().item():.1e} to its diagonal.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"{name} ({_describe(matrix)}) was not positive definite: a jitter of its own scale was added."
+            (_warn if report is None else report)(name, message)
             return factor
         jitter *= 10
     raise torch.linalg.LinAlgError(
@@ -68,6 +70,10 @@ def cholesky(matrix: Tensor, name: str = "matrix", scale: Tensor | None = None) 
         f"{_smallest_eigenvalue(matrix):.3e} with a mean diagonal of {mean_diagonal(matrix).mean().item():.3e}, and "
         f"adding up to {added.max().item():.1e} did not help."
     )
+
+
+def _warn(name: str, message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def mean_diagonal(matrix: Tensor) -> Tensor:
@@ -83,38 +89,60 @@ def _smallest_eigenvalue(matrix: Tensor) -> float:
         return math.nan
 
 
+class _Ieee:
+    """Counts who needs exact products: the first turns reduced precision off for all threads, the last restores it."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = threading.Lock(), 0
+        self.before: list[tuple[Any, str]] = []
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.before = _reduced()
+                for backend, _ in self.before:
+                    backend.fp32_precision = "ieee"
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                for backend, precision in self.before:
+                    backend.fp32_precision = precision
+
+
+def _reduced() -> list[tuple[Any, str]]:
+    """The backends whose float32 products are of reduced precision, and what to restore: "none" where inherited."""
+    settings: Any = torch.backends
+    common = settings.fp32_precision
+    backends = (settings.cuda.matmul, settings.mkldnn.matmul)
+    return [
+        (backend, "none" if backend.fp32_precision == common else backend.fp32_precision)
+        for backend in backends
+        if backend.fp32_precision not in ("ieee", "none")
+    ]
+
+
+_ieee = _Ieee()
+
+
 @contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
-    """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers."""
-    precision = torch.get_float32_matmul_precision()
-    has_autocast = torch.amp.is_autocast_available(device_type)
+    """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers.
+
+    Works with both of torch's TF32 switches, the older and the newer, and leaves them as they were.
+    """
+    has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
-        if precision == "highest":
+        if torch.compiler.is_compiling():
             yield
             return
-        torch.set_float32_matmul_precision("highest")
+        _ieee.enter()
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
-
-
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that raises where a graph of it is asked for, instead of leaving itself out of that graph."""
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "This training operation cannot be differentiated twice (create_graph=True). For second derivatives "
-                "compute the bound from tighter_gp.moments.svgp_moments and tighter_gp.bounds."
-            )
-        if torch.compiler.is_compiling():
-            return backward(ctx, *grads)
-        with torch.no_grad(), full_precision(grads[0].device.type):
-            return backward(ctx, *grads)
-
-    return checked
+            _ieee.leave()
 
 
 def _raise_if_not_finite(matrix: Tensor, name: str) -> None:
@@ -127,32 +155,17 @@ def _describe(matrix: Tensor) -> str:
     return f"{'x'.join(str(n) for n in matrix.shape)}, {str(matrix.dtype).removeprefix('torch.')}"
 
 
-class _KnownFactor(torch.autograd.Function):
-    """The Cholesky factor of a matrix when its value is at hand: only the derivative is left to do."""
+def reversed_cholesky(matrix: Tensor) -> Tensor:
+    r"""Upper triangular :math:`U` with :math:`U U^\top = P`: the factor of the matrix with rows and columns reversed.
 
-    @staticmethod
-    def forward(ctx, matrix: Tensor, factor: Tensor) -> Tensor:
-        factor = factor.clone()
-        ctx.save_for_backward(factor)
-        return factor
+    :math:`U^{-\top}` is the lower root of :math:`P^{-1}`.
 
-    @staticmethod
-    def backward(ctx, grad_factor: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        inner = (factor.mT @ grad_factor).tril()
-        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-1, dim2=-2))
-        outer = solve_lower_transposed(factor, inner)
-        outer = torch.linalg.solve_triangular(factor, outer, upper=False, left=False)
-        return 0.5 * (outer + outer.mT), None
-
-
-def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
-    r"""A factor computed earlier, joined to the graph of ``matrix`` without factorising again.
-
-    :param matrix: The matrix, ``... x M x M``; gradients flow into it.
-    :param factor: Its lower Cholesky factor, without a graph.
+    Example:
+        >>> tighter_gp.linalg.reversed_cholesky(torch.tensor([[10.0, 2.0], [2.0, 4.0]]))
+        tensor([[3., 1.],
+                [0., 2.]])
     """
-    return _KnownFactor.apply(matrix, factor)
+    return cholesky(matrix.flip(-1, -2), name="precision of q(u)").flip(-1, -2)
 
 
 def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:

@@ -1,26 +1,25 @@
 r"""From kernel matrices and a whitened q to mean, explained and residual variance. Torch only.
 
 The inducing variables are whitened, :math:`u = \mu(Z) + L w` with :math:`p(w) = \mathcal N(0, I)` and
-:math:`q(w) = \mathcal N(m, S)`. Every strategy reduces to three numbers a point; SVGP gives :math:`f_n` the variance
+:math:`q(w) = \mathcal N(m, S)`. Every strategy reduces to three numbers per point; SVGP gives :math:`f_n` the variance
 :math:`s_n + d_n`, the tighter family :math:`s_n + m_n d_n`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .collapsed import add_identity, collapse
 from .linalg import (
     cholesky,
     mean_diagonal,
-    once_differentiable,
     project,
     residual_variance,
     solve_lower,
-    solve_lower_transposed,
 )
 
 __all__ = [
@@ -28,12 +27,12 @@ __all__ = [
     "Whitened",
     "explained_root",
     "explained_variance",
-    "fused_moments",
     "join_whitened",
     "optimal_solve_gp_whitened",
     "optimal_whitened",
     "orthogonal_cholesky",
     "projected_mean",
+    "projected_moments",
     "solve_gp_moments",
     "solve_gp_whitened_from_gram",
     "svgp_moments",
@@ -125,8 +124,26 @@ def explained_variance(projection: Tensor, q: Whitened) -> Tensor:
     """
     root = explained_root(projection, q)
     if root is None:
-        return torch.zeros_like(projection[..., 0, :])
+        return projection.new_zeros(*projection.shape[:-2], projection.size(-1))
     return root.square().sum(-2)
+
+
+def projected_moments(projection: Tensor, prior_variance: Tensor, *parts: Whitened) -> Moments:
+    r"""Moments from a projection, given one or several independent sets of inducing variables.
+
+    :param projection: :math:`A`, shape ``... x M x B``.
+    :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
+    :param parts: The factors :math:`q(w_i)` in the order of the rows of :math:`A`.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> tighter_gp.moments.projected_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), torch.ones(2), q, q).mean
+        tensor([2., 2.])
+    """
+    rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)
+    mean, *means = (projected_mean(part, q) for part, q in zip(rows, parts, strict=True))
+    explained, *others = (explained_variance(part, q) for part, q in zip(rows, parts, strict=True))
+    return Moments(sum(means, start=mean), sum(others, start=explained), residual_variance(prior_variance, projection))
 
 
 def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitened) -> Moments:
@@ -146,146 +163,7 @@ def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitene
         >>> moments.mean, moments.residual
         (tensor([2., 1., 0.]), tensor([0.0000, 0.5000, 1.0000]))
     """
-    projection = project(chol, cross)
-    return Moments(
-        projected_mean(projection, q),
-        explained_variance(projection, q),
-        residual_variance(prior_variance, projection),
-    )
-
-
-def fused_moments(
-    inducing_covar: Tensor, chol: Tensor, cross: Tensor, prior_variance: Tensor, *parts: Whitened
-) -> Moments:
-    r""":func:`svgp_moments` of :math:`L = \mathrm{chol}(K_{ZZ})` as one operation, for training.
-
-    The inducing variables may come in independent parts, :math:`q(w) = \prod_i q(w_i)`, as in SOLVE-GP; then :math:`L` is
-    the factor of their joint covariance. The backward pass takes three or four products of order :math:`M^2 B` and two
-    triangular solves of order :math:`M^3`, with no derivative of :math:`L` in between, and keeps no ``B x B`` array. It
-    cannot be differentiated twice and says so.
-
-    :param inducing_covar: :math:`K_{ZZ}`, shape ``... x M x M``: where the gradient through the factor goes.
-    :param chol: :math:`L`, the factor of :math:`K_{ZZ}` with its jitter, without a graph; the backward pass solves with
-        it in its own dtype.
-    :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
-    :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
-    :param parts: The factors :math:`q(w_i)` in the order of the rows. Their batch may be larger than the kernel's, which
-        is then evaluated and projected once.
-
-    Example:
-        >>> covar, cross = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> moments = tighter_gp.moments.fused_moments(covar, torch.eye(2), cross, torch.ones(3), q)
-        >>> moments.residual.sum().backward()
-        >>> covar.grad.diagonal()
-        tensor([1.2500, 0.2500])
-    """
-    tensors = [tensor for part in parts for tensor in part]
-    return Moments(*_FusedMoments.apply(inducing_covar, chol, cross, prior_variance, *tensors))
-
-
-class _FusedMoments(torch.autograd.Function):
-    """See :func:`fused_moments`."""
-
-    @staticmethod
-    def forward(ctx, inducing_covar, chol, cross, prior_variance, *tensors):
-        projection = project(chol, cross)
-        residual = prior_variance - projection.square().sum(-2)
-        is_positive = residual >= 0
-        mean: Tensor | float = 0.0
-        explained: Tensor = torch.zeros_like(residual)
-        kept: list[Tensor | None] = []
-        for rows, q in _split(projection, tensors):
-            mean = mean + (rows.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
-            if q.root is not None and _prefers_covariance(rows):
-                smoothed = q.root @ q.root.mT @ rows  # S A
-                explained = explained + (rows * smoothed).sum(-2).clamp_min_(0.0)
-                kept.append(smoothed)
-            else:
-                root = explained_root(rows, q)  # R' A
-                explained = explained if root is None else explained + root.square().sum(-2)
-                kept.append(root)
-        ctx.save_for_backward(chol, projection, is_positive, *kept, *tensors)
-        ctx.shapes = inducing_covar.shape, cross.shape, prior_variance.shape
-        return mean, explained, residual.clamp_min_(0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_mean, grad_explained, grad_residual):
-        chol, projection, is_positive, *rest = ctx.saved_tensors
-        inducing_shape, cross_shape, variance_shape = ctx.shapes
-        num_parts = len(rest) // 4
-        kept, tensors = rest[:num_parts], rest[num_parts:]
-        grad_residual = torch.where(is_positive, grad_residual, torch.zeros_like(grad_residual))
-        row_mean, row_explained = grad_mean.unsqueeze(-2), (2 * grad_explained).unsqueeze(-2)
-
-        # dA = m g_mean' + 2 S A diag(g_s) - 2 A diag(g_d), summed over the batches that share A
-        shared = grad_residual.sum_to_size(*projection.shape[:-2], grad_residual.size(-1))
-        grad_projection = projection * (-2 * shared).unsqueeze(-2)
-        grads: list[Tensor | None] = []
-        for (rows, q), (target, _), keep in zip(
-            _split(projection, tensors), _split(grad_projection, tensors), kept, strict=True
-        ):
-            batch = rows.shape[:-2]
-            target += _outer(q.mean.unsqueeze(-1), row_mean, batch)
-            grad_root = grad_stddev = None
-            if q.root is not None and _prefers_covariance(rows):
-                target += (keep * row_explained).sum_to_size(rows.shape)
-                grad_root = ((rows * row_explained) @ rows.mT @ q.root).sum_to_size(q.root.shape)
-            elif q.root is not None:
-                weighted = keep * row_explained
-                target += _outer(q.root, weighted, batch)
-                grad_root = (rows @ weighted.mT).sum_to_size(q.root.shape)
-            elif q.stddev is not None:
-                weighted = keep * row_explained
-                target += (q.stddev.unsqueeze(-1) * weighted).sum_to_size(rows.shape)
-                grad_stddev = (rows * weighted).sum(-1).sum_to_size(q.stddev.shape)
-            grad_q_mean = (rows @ grad_mean.unsqueeze(-1)).squeeze(-1).sum_to_size(q.mean.shape)
-            grads += [grad_q_mean, grad_root, grad_stddev]
-
-        grad_cross = solve_lower_transposed(chol.to(projection.dtype), grad_projection)
-        # L' dL = -dA A', so the derivative of the factor never needs dL itself.
-        inner = _half_lower((grad_projection @ projection.mT).to(chol.dtype))
-        outer = solve_lower_transposed(chol, inner)
-        outer = torch.linalg.solve_triangular(chol, outer, upper=False, left=False)
-        grad_inducing = (-0.5 * (outer + outer.mT)).to(projection.dtype).sum_to_size(inducing_shape)
-        return (
-            grad_inducing,
-            None,
-            grad_cross.sum_to_size(cross_shape),
-            grad_residual.sum_to_size(variance_shape),
-            *grads,
-        )
-
-
-def _split(matrix: Tensor, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Whitened]]:
-    """The rows of a matrix that belong to each part of q, with the part."""
-    start = 0
-    for i in range(0, len(tensors), 3):
-        q = Whitened(*tensors[i : i + 3])  # type: ignore[arg-type]
-        stop = start + q.mean.size(-1)
-        yield matrix[..., start:stop, :], q
-        start = stop
-
-
-def _prefers_covariance(rows: Tensor) -> bool:
-    """Whether forming S = R R' first takes fewer products: it trades one of order M^2 B for two of order M^3."""
-    return rows.size(-1) > 2 * rows.size(-2)
-
-
-def _outer(left: Tensor, right: Tensor, batch: torch.Size) -> Tensor:
-    """``left @ right`` summed over the leading dimensions that ``batch`` does not have, as one product if it has none."""
-    if len(batch) == 0 and left.dim() > 2 and left.shape[:-2] == right.shape[:-2]:
-        return left.reshape(-1, *left.shape[-2:]).movedim(0, 1).flatten(1) @ right.reshape(-1, right.size(-1))
-    product = left @ right
-    return product.sum_to_size(*batch, *product.shape[-2:])
-
-
-def _half_lower(matrix: Tensor) -> Tensor:
-    """Lower triangle with half its diagonal, in place."""
-    matrix = matrix.tril_()
-    matrix.diagonal(dim1=-1, dim2=-2).mul_(0.5)
-    return matrix
+    return projected_moments(project(chol, cross), prior_variance, q)
 
 
 def optimal_whitened(projection: Tensor, targets: Tensor, noise: Tensor) -> Whitened:
@@ -322,24 +200,8 @@ def whitened_from_gram(gram: Tensor, linear: Tensor) -> Whitened:
         >>> q.mean, q.root  # 2 / (1 + 3), and the root of 1 / (1 + 3)
         (tensor([0.5000]), tensor([[0.5000]]))
     """
-    factor = add_identity_cholesky(gram)
-    mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)
-    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device).expand_as(factor)
-    # B^{-1} = F^{-T} F^{-1}: its root is upper triangular.
-    return Whitened(mean, solve_lower_transposed(factor, identity))
-
-
-def add_identity(gram: Tensor) -> Tensor:
-    r""":math:`I + G`."""
-    return gram + torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
-
-
-def add_identity_cholesky(gram: Tensor, scale: Tensor | None = None) -> Tensor:
-    r""":math:`\mathrm{chol}(I + G)`, well conditioned from below for every Gram matrix :math:`G`.
-
-    :param scale: See :func:`~tighter_gp.linalg.cholesky`.
-    """
-    return cholesky(add_identity(gram), "I + A A'/noise", scale)
+    core = collapse(gram, linear)
+    return Whitened(core.weights, core.root)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,13 +269,7 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
         >>> moments.mean, moments.residual
         (tensor([2., 2.]), tensor([0.0000, 0.5000]))
     """
-    projection = project(chol, cross)
-    first, second = projection.split([q_u.mean.size(-1), q_v.mean.size(-1)], dim=-2)
-    return Moments(
-        projected_mean(first, q_u) + projected_mean(second, q_v),
-        explained_variance(first, q_u) + explained_variance(second, q_v),
-        residual_variance(prior_variance, projection),
-    )
+    return projected_moments(project(chol, cross), prior_variance, q_u, q_v)
 
 
 def join_whitened(q_u: Whitened, q_v: Whitened) -> Whitened:
@@ -490,8 +346,7 @@ def solve_gp_whitened_from_gram(gram: Tensor, linear: Tensor, num_inducing: int)
         >>> q_u.mean, q_v.mean  # 2 / (1 + 3) and 1 / (1 + 1)
         (tensor([0.5000]), tensor([0.5000]))
     """
-    factor = orthogonal_cholesky(add_identity(gram), num_inducing)
-    mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)
+    mean = collapse(gram, linear, lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)).weights
     rows = slice(num_inducing), slice(num_inducing, None)
     q_u, q_v = (whitened_from_gram(gram[..., part, part], linear[..., part]) for part in rows)
     return q_u._replace(mean=mean[..., rows[0]]), q_v._replace(mean=mean[..., rows[1]])

@@ -1,0 +1,5 @@
+"""One function per equation. Torch only."""
+
+from . import bounds, collapsed, fused, linalg, moments
+
+__all__ = ["bounds", "collapsed", "fused", "linalg", "moments"]

@@ -1,0 +1,245 @@
+r"""Operations with hand-written derivatives. Torch only.
+
+Each is a plain function of :mod:`~tighter_gp.maths.linalg` or :mod:`~tighter_gp.maths.moments` whose backward pass takes
+fewer products than the one torch would derive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .linalg import full_precision, project, solve_lower_transposed
+from .moments import Moments, Whitened, explained_root
+
+__all__ = ["FusedMoments", "factor_gradient", "fused_moments"]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that raises where a graph of it is asked for, instead of leaving itself out of that graph."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "This training operation cannot be differentiated twice (create_graph=True). For second derivatives "
+                "compute the bound from tighter_gp.moments.svgp_moments and tighter_gp.bounds."
+            )
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        with torch.no_grad(), full_precision(next(grad.device.type for grad in grads if grad is not None)):
+            return backward(ctx, *grads)
+
+    return checked
+
+
+class _KnownFactor(torch.autograd.Function):
+    """The Cholesky factor of a matrix when its value is at hand: only the derivative is left to do."""
+
+    @staticmethod
+    def forward(ctx, matrix: Tensor, factor: Tensor) -> Tensor:
+        factor = factor.clone()
+        ctx.save_for_backward(factor)
+        return factor
+
+    @staticmethod
+    def backward(ctx, grad_factor: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        inner = (factor.mT @ grad_factor).tril()
+        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-1, dim2=-2))
+        outer = solve_lower_transposed(factor, inner)
+        outer = torch.linalg.solve_triangular(factor, outer, upper=False, left=False)
+        return 0.5 * (outer + outer.mT), None
+
+
+def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
+    r"""A factor computed earlier, joined to the graph of ``matrix`` without factorising again.
+
+    :param matrix: The matrix, ``... x M x M``; gradients flow into it.
+    :param factor: Its lower Cholesky factor, without a graph.
+    """
+    return _KnownFactor.apply(matrix, factor)
+
+
+class FusedMoments(NamedTuple):
+    r"""Moments, and the projection they were made from.
+
+    :param moments: The moments.
+    :param projection: :math:`A`, ``... x M x B``, without a graph.
+
+    Example:
+        >>> moments, projection = tighter_gp.maths.fused.fused_moments(
+        ...     torch.eye(1), torch.eye(1), torch.tensor([[0.5]]), torch.ones(1), tighter_gp.moments.Whitened(torch.ones(1))
+        ... )
+        >>> projection
+        tensor([[0.5000]])
+    """
+
+    moments: Moments
+    projection: Tensor
+
+
+def fused_moments(
+    inducing_covar: Tensor, chol: Tensor, cross: Tensor, prior_variance: Tensor, *parts: Whitened
+) -> FusedMoments:
+    r""":func:`~tighter_gp.maths.moments.svgp_moments` of :math:`L = \mathrm{chol}(K_{ZZ})` as one operation, for training.
+
+    The inducing variables may come in independent parts, :math:`q(w) = \prod_i q(w_i)`, as in SOLVE-GP; then :math:`L` is
+    the factor of their joint covariance. The backward pass takes three or four products of order :math:`M^2 B` and two
+    triangular solves of order :math:`M^3`, with no derivative of :math:`L` in between, and keeps no ``B x B`` array. It
+    cannot be differentiated twice and says so.
+
+    :param inducing_covar: :math:`K_{ZZ}`, shape ``... x M x M``: where the gradient through the factor goes.
+    :param chol: :math:`L`, the factor of :math:`K_{ZZ}` with its jitter, without a graph; the backward pass solves with
+        it in its own dtype.
+    :param cross: :math:`K_{ZX}`, shape ``... x M x B``.
+    :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
+    :param parts: The factors :math:`q(w_i)` in the order of the rows. Their batch may be larger than the kernel's, which
+        is then evaluated and projected once. Those that need no gradient cost none.
+
+    Example:
+        >>> covar, cross = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> fused = tighter_gp.maths.fused.fused_moments(covar, torch.eye(2), cross, torch.ones(3), q)
+        >>> fused.moments.residual.sum().backward()
+        >>> covar.grad.diagonal()
+        tensor([1.2500, 0.2500])
+    """
+    tensors = [tensor for part in parts for tensor in part]
+    *moments, projection = _FusedMoments.apply(inducing_covar, chol, cross, prior_variance, *tensors)
+    return FusedMoments(Moments(*moments), projection)
+
+
+class _FusedMoments(torch.autograd.Function):
+    """See :func:`fused_moments`."""
+
+    @staticmethod
+    def forward(ctx, inducing_covar, chol, cross, prior_variance, *tensors):
+        projection = project(chol, cross)
+        residual = prior_variance - projection.square().sum(-2)
+        is_positive = residual >= 0
+        mean = projection.new_zeros(())
+        explained: Tensor = torch.zeros_like(residual)
+        kept: list[Tensor | None] = []
+        for rows, q in _split(projection, tensors):
+            mean = mean + (rows.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
+            if q.root is not None and _prefers_covariance(rows):
+                smoothed = q.root @ q.root.mT @ rows  # S A
+                explained = explained + (rows * smoothed).sum(-2).clamp_min_(0.0)
+                kept.append(smoothed)
+            else:
+                root = explained_root(rows, q)  # R' A
+                explained = explained if root is None else explained + root.square().sum(-2)
+                kept.append(root)
+        ctx.save_for_backward(chol, projection, is_positive, *kept, *tensors)
+        ctx.shapes = inducing_covar.shape, cross.shape, prior_variance.shape
+        ctx.mark_non_differentiable(projection)
+        ctx.set_materialize_grads(False)  # zeros for the projection would be as large as itself
+        ctx.outputs = mean.shape, explained.shape, residual.shape
+        return mean, explained, residual.clamp_min_(0.0), projection
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        chol, projection, is_positive, *rest = ctx.saved_tensors
+        grad_mean, grad_explained, grad_residual = (
+            projection.new_zeros(shape) if gradient is None else gradient
+            for gradient, shape in zip(gradients[:3], ctx.outputs, strict=True)
+        )
+        inducing_shape, cross_shape, variance_shape = ctx.shapes
+        num_parts = len(rest) // 4
+        kept, tensors = rest[:num_parts], rest[num_parts:]
+        grad_residual = torch.where(is_positive, grad_residual, torch.zeros_like(grad_residual))
+        row_mean, row_explained = grad_mean.unsqueeze(-2), (2 * grad_explained).unsqueeze(-2)
+
+        # dA = m g_mean' + 2 S A diag(g_s) - 2 A diag(g_d), summed over the batches that share A
+        shared = grad_residual.sum_to_size(*projection.shape[:-2], grad_residual.size(-1))
+        grad_projection = projection * (-2 * shared).unsqueeze(-2)
+        grads: list[Tensor | None] = []
+        needed = ctx.needs_input_grad[4:]
+        for i, ((rows, q), (target, _), keep) in enumerate(
+            zip(_split(projection, tensors), _split(grad_projection, tensors), kept, strict=True)
+        ):
+            needs_mean, needs_root, needs_stddev = needed[3 * i : 3 * i + 3]
+            batch = rows.shape[:-2]
+            target += _outer(q.mean.unsqueeze(-1), row_mean, batch)
+            grad_q_mean = grad_root = grad_stddev = None
+            if q.root is not None and _prefers_covariance(rows):
+                target += (keep * row_explained).sum_to_size(rows.shape)
+                if needs_root:
+                    grad_root = ((rows * row_explained) @ rows.mT @ q.root).sum_to_size(q.root.shape)
+            elif q.root is not None:
+                weighted = keep * row_explained
+                target += _outer(q.root, weighted, batch)
+                if needs_root:
+                    grad_root = (rows @ weighted.mT).sum_to_size(q.root.shape)
+            elif q.stddev is not None:
+                weighted = keep * row_explained
+                target += (q.stddev.unsqueeze(-1) * weighted).sum_to_size(rows.shape)
+                if needs_stddev:
+                    grad_stddev = (rows * weighted).sum(-1).sum_to_size(q.stddev.shape)
+            if needs_mean:
+                grad_q_mean = (rows @ grad_mean.unsqueeze(-1)).squeeze(-1).sum_to_size(q.mean.shape)
+            grads += [grad_q_mean, grad_root, grad_stddev]
+
+        grad_cross = solve_lower_transposed(chol.to(projection.dtype), grad_projection)
+        grad_inducing = factor_gradient(chol, (grad_projection @ projection.mT).to(chol.dtype))
+        grad_inducing = grad_inducing.to(projection.dtype).sum_to_size(inducing_shape)
+        return (
+            grad_inducing,
+            None,
+            grad_cross.sum_to_size(cross_shape),
+            grad_residual.sum_to_size(variance_shape),
+            *grads,
+        )
+
+
+def _split(matrix: Tensor, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Whitened]]:
+    """The rows of a matrix that belong to each part of q, with the part."""
+    start = 0
+    for i in range(0, len(tensors), 3):
+        q = Whitened(*tensors[i : i + 3])  # type: ignore[arg-type]
+        stop = start + q.mean.size(-1)
+        yield matrix[..., start:stop, :], q
+        start = stop
+
+
+def _prefers_covariance(rows: Tensor) -> bool:
+    """Whether forming S = R R' first takes fewer products: it trades one of order M^2 B for two of order M^3."""
+    return rows.size(-1) > 2 * rows.size(-2)
+
+
+def _outer(left: Tensor, right: Tensor, batch: torch.Size) -> Tensor:
+    """``left @ right`` summed over the leading dimensions that ``batch`` does not have, as one product if it has none."""
+    if len(batch) == 0 and left.dim() > 2 and left.shape[:-2] == right.shape[:-2]:
+        return left.reshape(-1, *left.shape[-2:]).movedim(0, 1).flatten(1) @ right.reshape(-1, right.size(-1))
+    product = left @ right
+    return product.sum_to_size(*batch, *product.shape[-2:])
+
+
+def factor_gradient(chol: Tensor, outer: Tensor) -> Tensor:
+    r"""What reaches :math:`K_{ZZ}` through :math:`A = L^{-1} K_{ZX}`, given :math:`\bar A A^\top`.
+
+    :math:`L^\top \bar L = -\bar A A^\top`, so the derivative of the factor never needs :math:`\bar L` itself.
+
+    :param chol: :math:`L`, ``... x M x M``.
+    :param outer: :math:`\bar A A^\top`, ``... x M x M``; overwritten.
+
+    Example:
+        >>> tighter_gp.maths.fused.factor_gradient(torch.eye(1), torch.tensor([[2.0]]))
+        tensor([[-1.]])
+    """
+    solved = solve_lower_transposed(chol, _half_lower(outer))
+    solved = torch.linalg.solve_triangular(chol, solved, upper=False, left=False)
+    return -0.5 * (solved + solved.mT)
+
+
+def _half_lower(matrix: Tensor) -> Tensor:
+    """Lower triangle with half its diagonal, in place."""
+    matrix = matrix.tril_()
+    matrix.diagonal(dim1=-1, dim2=-2).mul_(0.5)
+    return matrix

@@ -1,0 +1,237 @@
+"""The terms of the bound that the data enter: expected log likelihood and price of the conditional."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import SoftmaxLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from torch import Tensor
+
+from ..carrier import Carrier, iter_carriers
+from ..checks import host_values
+from ..conditionals import Conditional, OptimalConditional
+from ..likelihoods.properties import (
+    correlates_tasks,
+    draw_samples,
+    expected_log_prob,
+    filled,
+    gaussian_noise,
+    is_gaussian,
+    is_sampled,
+    observed,
+    place_samples,
+    sampled_curvature,
+    task_covariance,
+)
+from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
+from .wrapped import copied_dims, event_variance, pull_back, together, with_variance
+
+
+class DataTerms(NamedTuple):
+    """Sums over the points of a batch, one value per model; not divided by anything.
+
+    :param log_likelihood: Expected log likelihood.
+    :param conditional: KL divergence of q(f|u) from p(f|u), at least zero.
+
+    Example:
+        >>> tighter_gp.mlls.DataTerms(torch.tensor(-3.0), torch.tensor(0.5)).conditional
+        tensor(0.5000)
+    """
+
+    log_likelihood: Tensor
+    conditional: Tensor
+
+
+def data_terms(
+    likelihood: Any,
+    q: MultivariateNormal,
+    target: Tensor,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 1.0,
+    **kwargs: Any,
+) -> DataTerms:
+    r"""What the points of a batch add to the bound, at the scales that their conditional chooses.
+
+    .. math:: \sum_n \mathbb E_{\mathcal N(\mu_n,\, s_n + m_n d_n)} [\log p(y_n \mid f_n)]
+              \quad\text{and}\quad \tfrac12 \sum_n (m_n - 1 - \log m_n)
+
+    :param likelihood: The likelihood.
+    :param q: q(f) as a model on a strategy of this package returns it, in training or eval mode.
+    :param target: :math:`y`, shaped like q's mean, or one label per point for a likelihood of several functions.
+    :param mask: True where a target was observed, shaped like ``target``; default all. Missing targets add nothing.
+    :param beta: Factor that the price will get.
+    :param kwargs: Passed to the likelihood.
+
+    Example:
+        >>> terms = tighter_gp.mlls.data_terms(likelihood, model(train_x), train_y)
+        >>> bool(terms.conditional >= 0)
+        True
+    """
+    carrier = carrier_of(likelihood, q)
+    conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
+    if mask is not None:
+        target = filled(target, mask)
+    gaussian = is_gaussian(likelihood)
+    if gaussian:
+        noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
+        _check_batch(noise, q)
+
+    # kept: what the conditional leaves of the residual variance, m_n d_n
+    if conditional.is_learned:
+        scale = conditional.scale(carrier.residual, index=carrier.index)
+        kept, penalty = scale * carrier.residual, conditional.penalty(carrier.residual, index=carrier.index)
+        penalty = penalty.expand_as(carrier.residual)
+        if mask is not None or q.lazy_covariance_matrix is not carrier:
+            # Nothing is paid where no observation sees the function.
+            seen = torch.ones_like(q.mean) if mask is None else mask.to(q.mean.dtype)
+            penalty = penalty * (together(pull_back(q, carrier, seen), copied) > 0)
+    elif gaussian:
+        # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
+        precision = together(pull_back(q, carrier, _masked(noise.reciprocal(), mask)), copied) / beta
+        kept, penalty = conditional.optimum(carrier.residual, precision, carrier.blocks)
+    elif isinstance(conditional, OptimalConditional) and not conditional.is_gaussian_only:
+        curvature = _curvature(likelihood, q, carrier, target, mask, **kwargs)
+        # Samples cost more and know less.
+        num_steps = min(conditional.num_steps, 3) if is_sampled(likelihood) else conditional.num_steps
+        scale = conditional.solve(carrier.residual, lambda m: together(curvature(m), copied) / beta, num_steps)
+        kept, penalty = scale * carrier.residual, scale_penalty(scale)
+    else:
+        raise no_closed_form(conditional, likelihood)
+
+    variance = carrier.explained + kept
+    if gaussian:
+        if q.lazy_covariance_matrix is not carrier:
+            variance = event_variance(with_variance(q, variance))
+        log_prob = gaussian_expected_log_prob(target, q.mean, variance, noise)
+    else:
+        log_prob = expected_log_prob(likelihood, target, with_variance(q, variance), **kwargs)
+    # Copies of one function pay once.
+    num_copies = math.prod(carrier.batch_shape[dim] for dim in copied)
+    # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
+    return DataTerms(
+        _sum_from(_masked(log_prob, mask), len(q.batch_shape)), _sum_from(penalty, len(q.batch_shape)) / num_copies
+    )
+
+
+def _curvature(
+    likelihood: Any, q: MultivariateNormal, carrier: Carrier, target: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Callable[[Tensor], Tensor]:
+    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, without a graph."""
+    explained, residual = carrier.explained.detach(), carrier.residual.detach()
+
+    def by_derivative(scale: Tensor) -> Tensor:
+        # Price: the derivative of an expectation in the variance is half the expected second derivative.
+        with torch.enable_grad():
+            kept = (scale * residual).requires_grad_()
+            narrowed = with_variance(q, explained + kept)
+            log_prob = _masked(expected_log_prob(likelihood, target, narrowed, **kwargs), mask)
+            (slope,) = torch.autograd.grad(log_prob.sum(), kept)
+        return -2 * slope
+
+    if not is_sampled(likelihood):
+        return by_derivative
+    draws, num_tasks = draw_samples(q), q.event_shape[1] if len(q.event_shape) > 1 else None
+
+    def by_samples(scale: Tensor) -> Tensor:
+        samples = place_samples(with_variance(q, explained + scale * residual), draws)
+        matrix = sampled_curvature(likelihood, target, samples, num_tasks, **kwargs)
+        if correlates_tasks(q):
+            return pull_back(q, carrier, matrix, task_covariance)
+        diagonal = matrix if num_tasks is None else matrix.diagonal(dim1=-1, dim2=-2)
+        return pull_back(q, carrier, _masked(diagonal, mask))
+
+    return by_samples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What came
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def carrier_of(likelihood: Any, q: Any) -> Carrier:
+    """The one carrier in q(f), or a clear error."""
+    if isinstance(q, Tensor):
+        raise TypeError(
+            "TighterELBO needs q(f), got a tensor: call mll(model(x), y), and for a latent-variable model use "
+            "tighter_gp.gplvm.LatentVariableELBO, as objective= of fit."
+        )
+    carriers = list(iter_carriers(q.lazy_covariance_matrix)) if isinstance(q, MultivariateNormal) else []
+    if not carriers:
+        raise TypeError(
+            "TighterELBO needs q(f) as the model returns it; this one does not carry its residual variance. Hand the "
+            "output of model(x) over as it is, unsliced."
+        )
+    if len(carriers) > 1:
+        raise TypeError(f"TighterELBO needs q(f) from one strategy; this one mixes {len(carriers)}.")
+    if isinstance(likelihood, SoftmaxLikelihood) and not isinstance(q, MultitaskMultivariateNormal):
+        raise TypeError(
+            "SoftmaxLikelihood needs one function per class for each point: wrap the strategy in "
+            "gpytorch.variational.IndependentMultitaskVariationalStrategy."
+        )
+    return carriers[0]
+
+
+def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
+    """Raise unless targets fit q(f) and the likelihood."""
+    if target.dtype == torch.bool:
+        raise TypeError("Targets are bool, which have no arithmetic; convert them, such as y.float().")
+    # A likelihood of several functions may have one label per point.
+    is_one_dimensional = isinstance(likelihood, _OneDimensionalLikelihood) or is_gaussian(likelihood)
+    allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
+    for event_shape in allowed:
+        batch_shape = target.shape[: target.dim() - len(event_shape)]
+        if target.shape[len(batch_shape) :] == event_shape and _fits(batch_shape, q.batch_shape):
+            break
+    else:
+        wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in sorted(allowed, key=len))
+        raise ValueError(
+            f"Targets must have shape {wanted} to fit q(f); got {tuple(target.shape)}. "
+            "For a single output squeeze a trailing dimension of one."
+        )
+    values = host_values(target)
+    if values is not None and not np.isfinite(values).all() and observed(likelihood, target, q.event_shape) is None:
+        count = (~np.isfinite(values)).sum()
+        raise ValueError(
+            f"{count} of {target.numel()} targets are NaN or infinite; drop them, or mark NaN as missing with "
+            "gpytorch.settings.observation_nan_policy('fill')."
+        )
+
+
+def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:
+    """The error for a conditional that knows Gaussian noise alone."""
+    return TypeError(
+        f"{type(conditional).__name__} has a closed form for Gaussian noise only; got {type(likelihood).__name__}. "
+        "Build the last layer's strategy with conditional='optimal', 'beta' or 'scalar'."
+    )
+
+
+def _fits(batch_shape: torch.Size, target_shape: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(batch_shape, target_shape) == target_shape
+    except RuntimeError:
+        return False
+
+
+def _check_batch(noise: Tensor, q: MultivariateNormal) -> None:
+    batch_shape = noise.shape[: max(0, noise.dim() - len(q.event_shape))]
+    if not _fits(batch_shape, q.batch_shape):
+        raise ValueError(
+            f"The likelihood's noise has batch shape {tuple(batch_shape)}, which does not fit q(f) of batch shape "
+            f"{tuple(q.batch_shape)}; give the model and its variational distribution that batch shape too."
+        )
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+
+
+def _sum_from(values: Tensor, dim: int) -> Tensor:
+    """Sum over all dimensions from this one on."""
+    return values.flatten(dim).sum(dim) if values.dim() > dim else values

@@ -1,0 +1,78 @@
+"""Through GPyTorch's wrappers and back: variances of the tasks from those of the latent functions, and slopes in return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
+from torch import Tensor
+
+from ..carrier import Carrier, replace_variance
+
+
+def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
+    """q(f) with other variances of its latent functions and no correlation between points."""
+    covar = replace_variance(q.lazy_covariance_matrix, variance)
+    if isinstance(q, MultitaskMultivariateNormal):
+        return MultitaskMultivariateNormal(q.mean, covar, interleaved=q._interleaved)
+    return q.__class__(q.mean, covar)
+
+
+def event_variance(q: MultivariateNormal) -> Tensor:
+    """Variances in the shape of q's mean, exact: no rounding up of small ones, no reading back to the host."""
+    diagonal = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+    if not isinstance(q, MultitaskMultivariateNormal):
+        return diagonal
+    num_points, num_tasks = q.event_shape
+    if q._interleaved:
+        return diagonal.reshape(*diagonal.shape[:-1], num_points, num_tasks)
+    return diagonal.reshape(*diagonal.shape[:-1], num_tasks, num_points).mT
+
+
+def pull_back(
+    q: MultivariateNormal,
+    carrier: Carrier,
+    weights: Tensor,
+    covariance: Callable[[MultivariateNormal], Tensor] = event_variance,
+) -> Tensor:
+    r"""Derivative of ``(weights * variance).sum()`` with respect to the variance of each latent function.
+
+    The variances are linear in it whatever the wrapper: :math:`\lambda = 1/\sigma^2` for a single output,
+    :math:`1/\sigma_p^2` for independent tasks, :math:`\sum_p W_{pk}^2/\sigma_p^2` for the k-th latent of an LMC.
+
+    :param covariance: What the weights are for: the variances of q, or the covariances between its tasks.
+    """
+    if q.lazy_covariance_matrix is carrier:
+        return weights
+    with torch.enable_grad():
+        probe = torch.zeros_like(carrier.residual, requires_grad=True)
+        values = covariance(with_variance(q, probe))
+        (gradient,) = torch.autograd.grad((weights * values).sum(), probe, create_graph=True)
+    return gradient
+
+
+def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
+    """The dimensions of the carrier's batch that a wrapper consumed and that hold copies of one function."""
+    # The wrappers move the dimension they consume to the end of the carrier's batch.
+    consumed = range(len(q.batch_shape), len(carrier.batch_shape))
+    return tuple(dim for dim in consumed if carrier.copied[dim])
+
+
+def together(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
+    """Copies of one function are seen by the observations of all."""
+    return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
+
+
+def wrapped_kl_divergence(strategy: Any, q: MultivariateNormal) -> Tensor:
+    """KL divergence of q(u), summed over the latent functions that make up one model."""
+    if isinstance(strategy, LMCVariationalStrategy):
+        return strategy.base_variational_strategy.kl_divergence().sum(strategy.latent_dim)
+    if not isinstance(strategy, IndependentMultitaskVariationalStrategy):
+        return strategy.kl_divergence()
+    # GPyTorch sums over the last dimension whatever task_dim is, and also where tasks are copies of one function.
+    divergence, dim = strategy.base_variational_strategy.kl_divergence(), strategy.task_dim
+    dim = dim if dim < 0 else dim - len(q.batch_shape) - 1
+    return divergence.sum(dim) if -divergence.dim() <= dim < 0 else divergence

@@ -1,0 +1,154 @@
+"""One view on a trained sparse GP, uncollapsed or collapsed: its projector and its whitened q."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch import settings
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
+from .kernels import TighterInducingPointKernel
+from .likelihoods.properties import gaussian_noise, is_gaussian, observed
+from .maths.moments import Whitened, explained_variance, projected_mean
+from .modes import chunks
+from .prior import Projection, Projector
+from .strategies import TighterStrategy
+
+
+class TrainingData(NamedTuple):
+    """What a collapsed model was trained on.
+
+    :param x: Inputs, ``... x N x D``.
+    :param y: Targets.
+    :param noise: Noise variances, shaped like the targets.
+    :param bound: Name of the bound.
+    :param labels: Blocks of the points, if the bound has them.
+    """
+
+    x: Tensor
+    y: Tensor
+    noise: Tensor
+    bound: str
+    labels: Tensor | None
+
+
+class Posterior(NamedTuple):
+    """The prior and the whitened q of a model.
+
+    :param projector: Turns inputs into (prior mean, A, d).
+    :param q: q(w).
+    :param jitter: What the model's own predictive variance has on top of the formula's.
+    :param strategy: The strategy, of an uncollapsed model.
+    :param training: The data, of a collapsed model.
+    """
+
+    projector: Projector
+    q: Whitened
+    jitter: float = 0.0
+    strategy: TighterStrategy | None = None
+    training: TrainingData | None = None
+
+    def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
+        """Mean and variance of q(f) with SVGP's conditional."""
+        q = self.q.to(points.matrix.dtype)
+        mean = points.mean + projected_mean(points.matrix, q)
+        return mean, explained_variance(points.matrix, q) + points.residual + self.jitter
+
+    @property
+    def num_dims(self) -> int:
+        """Number of input dimensions."""
+        if self.training is not None:
+            return self.training.x.size(-1)
+        assert self.strategy is not None
+        return self.strategy.inducing_points.size(-1)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The model's own blocks, if it has any."""
+        if self.training is not None:
+            return self.training.labels
+        return getattr(getattr(self.strategy, "conditional", None), "labels", None)
+
+
+def gathered(
+    projector: Projector, x: Tensor, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
+) -> DataSums:
+    """Sums over a data set whose missing targets count for nothing."""
+    mask = observed(likelihood, y, y.shape[-1:])
+    if mask is None and not bool(torch.isfinite(y).all()):
+        count = int((~torch.isfinite(y)).sum())
+        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
+    precision = noise.double().reciprocal()
+    if mask is not None:
+        precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
+    projector.settle(x[..., rows, :] for rows in chunks(x.size(-2), 65536))
+    return data_sums(projected_batches(projector, x, y, precision, batch_size))
+
+
+def exact_gp_projector(model: ExactGP, precision: torch.dtype | None = None) -> Projector:
+    """The projector of an ExactGP with our kernel as its ``covar_module``."""
+    kernel = getattr(model, "covar_module", None)
+    if not isinstance(kernel, TighterInducingPointKernel):
+        raise TypeError(
+            "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
+            f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
+        )
+    y = model.train_targets
+    noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
+
+    def inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+        """The prior mean, and what the kernel sees: the inputs after any feature extractor and selection of dimensions."""
+        with settings.lazily_evaluate_kernels(True):
+            prior = model.forward(x)
+        covar = prior.lazy_covariance_matrix
+        if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not kernel:
+            raise TypeError(
+                "forward of a collapsed model must return the covariance of its covar_module as it is; "
+                f"got {type(covar).__name__}."
+            )
+        return prior.mean, covar.x1
+
+    projector = kernel.projector(noise, precision)
+    projector.inputs = inputs
+    return projector
+
+
+def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
+    """The view that fits the model; call it in eval mode.
+
+    :param precision: Of kernel and projection; default one that suffices.
+    """
+    if isinstance(model, CollapsedGP):
+        projector, q = model.posterior(precision)
+        training = TrainingData(model.train_x, model.train_y, model.train_noise, model.bound_name, None)
+        return Posterior(projector, q, training=training)
+    if isinstance(model, ExactGP):
+        projector, kernel = exact_gp_projector(model, precision), model.covar_module
+        (x,), y = model.train_inputs, model.train_targets
+        noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
+        core = gathered(projector, x, y, noise, model.likelihood).collapse()
+        training = TrainingData(x, y, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
+        return Posterior(projector, Whitened(core.weights, core.root), training=training)
+    strategy = tighter_strategy(model)
+    return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy)
+
+
+def tighter_strategy(model: Any) -> TighterStrategy:
+    """The strategy of a single-output model of this package, or a clear error."""
+    strategy = getattr(model, "variational_strategy", None)
+    if not isinstance(strategy, TighterStrategy):
+        raise TypeError(
+            "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several "
+            f"tasks; got {type(model).__name__} with {type(strategy).__name__}."
+        )
+    return strategy
+
+
+def require_gaussian(likelihood: Any, what: str) -> None:
+    """Raise unless the likelihood is Gaussian."""
+    if not is_gaussian(likelihood):
+        raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}.")

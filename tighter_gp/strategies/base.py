@@ -1,0 +1,314 @@
+"""What the tighter strategies share: from a projection and q(u) to q(f), and caches that cannot go stale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.distributions import Distribution, MultivariateNormal
+from gpytorch.mlls import AddedLossTerm
+from gpytorch.variational import VariationalStrategy, _VariationalDistribution
+from linear_operator import LinearOperator, to_dense
+from linear_operator.operators import RootLinearOperator, TriangularLinearOperator
+from torch import Tensor
+
+from ..carrier import Carrier
+from ..checks import check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
+from ..conditionals import Conditional, make_conditional
+from ..maths.bounds import whitened_kl
+from ..maths.fused import fused_moments
+from ..maths.linalg import full_precision, solve_lower
+from ..maths.moments import Whitened, explained_root, projected_moments
+from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
+from ..recording import record
+from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened
+
+
+class ConditionalAddedLossTerm(AddedLossTerm):
+    """Marks a model whose q(f) has scaled variances, so that an objective which forgets their price raises."""
+
+    def __init__(self, strategy: TighterStrategy) -> None:
+        self.strategy = strategy
+
+    def loss(self, *params: Any) -> Tensor:
+        if not self.strategy.training:
+            return torch.zeros(
+                (), dtype=self.strategy.inducing_points.dtype, device=self.strategy.inducing_points.device
+            )
+        raise TypeError(
+            f"This model's q(f) was narrowed by {type(self.strategy.conditional).__name__}, and only "
+            "tighter_gp.TighterELBO subtracts what that costs; any other objective would overstate the bound. Use "
+            "TighterELBO, or build the strategy with conditional='optimal' to train plain SVGP."
+        )
+
+
+class TighterStrategy(VariationalStrategy):
+    """Base of the strategies of this package. See :class:`TighterVariationalStrategy` for the parameters.
+
+    Example:
+        >>> isinstance(model.variational_strategy, tighter_gp.strategies.TighterStrategy)
+        True
+        >>> model.variational_strategy.projector()(train_x).residual.shape == train_y.shape
+        True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        inducing_points: Tensor,
+        variational_distribution: _VariationalDistribution,
+        learn_inducing_locations: bool = True,
+        jitter_val: float | None = None,
+        *,
+        conditional: str | Conditional = "optimal",
+    ) -> None:
+        super().__init__(model, inducing_points, variational_distribution, learn_inducing_locations, jitter_val)
+        self.conditional = make_conditional(conditional, variational_distribution.batch_shape, self.inducing_points)
+        if self.conditional.is_learned:
+            self.register_added_loss_term("conditional")
+            self.update_added_loss_term("conditional", ConditionalAddedLossTerm(self))
+        self._initialized_key: tuple = ()
+        self._warned: set[str] = set()
+        self._empty_caches()
+
+    # -- caches -------------------------------------------------------------------------------------------------------
+    # A cached value is used only for the very tensors it was computed from, compared by value in eval mode (GPyTorch's
+    # setters write through `.data`, which no version counter sees) and by version between the two halves of a training
+    # step. Nothing cached holds a graph, so a second backward pass, deepcopy and pickle all work.
+
+    def _empty_caches(self) -> None:
+        self._factor_cache = FactorCache()
+        self._q_cache: dict[str, tuple[tuple, Distribution]] = {}
+
+    def _clear_cache(self) -> None:
+        super()._clear_cache()
+        self._empty_caches()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_memoize_cache", "_factor_cache", "_q_cache"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._empty_caches()
+
+    # -- q(u) ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def distributions(self) -> tuple[_VariationalDistribution, ...]:
+        """The independent factors of q(u), in the order of the rows of A."""
+        return (self._variational_distribution,)
+
+    @property
+    def prior_distribution(self) -> MultivariateNormal:
+        return standard_normal(*self.distributions)
+
+    @property
+    def variational_distribution(self) -> Distribution:
+        return self._cached_q(0)
+
+    def whitened_parts(self) -> tuple[Whitened, ...]:
+        """The independent factors of q(w) as tensors."""
+        found = [parameters_of(distribution) for distribution in self.distributions]
+        return tuple(to_whitened(self._cached_q(part)) if q is None else q for part, q in enumerate(found))
+
+    def whitened(self) -> Whitened:
+        """q(w) as tensors."""
+        (q,) = self.whitened_parts()
+        return q
+
+    def kl_divergence(self) -> Tensor:
+        r"""KL divergence of q(u) from the prior; for a point mass GPyTorch's convention, minus the prior's log density."""
+        parts = self.whitened_parts()
+        if self.training:
+            self._q_cache.clear()  # handed over once: a second backward pass gets a graph of its own
+        first, *others = (
+            whitened_kl(q) if q.root is not None or q.stddev is not None else _negative_log_density(q.mean)
+            for q in parts
+        )
+        return sum(others, start=first)
+
+    def _cached_q(self, part: int) -> Distribution:
+        distribution = self.distributions[part]
+        parameters = tuple(distribution.parameters())
+        if self.training:
+            key: tuple = (torch.is_grad_enabled(), *((p.data_ptr(), p._version) for p in parameters))
+            same: Callable[[tuple], bool] = lambda known: known == key
+        elif torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            return distribution()
+        else:
+            key = parameters
+            same = lambda known: all(map(same_values, known, parameters))
+        # The two modes have keys of their own, and tensors made in inference mode are of no use outside it.
+        name = f"{part}, training={self.training}, inference={torch.is_inference_mode_enabled()}"
+        known, q = self._q_cache.get(name, (None, None))
+        if known is None or q is None or not same(known):
+            q = distribution()
+            known = key if self.training else tuple(p.detach().clone() for p in parameters)
+            self._q_cache[name] = (known, q)
+        return q
+
+    def mark_initialized(self) -> None:
+        """After q(u) was set by hand: GPyTorch must not overwrite it at the first call."""
+        self.variational_params_initialized.fill_(1)
+        self._clear_cache()
+
+    def _initialize(self, x: Tensor) -> None:
+        """GPyTorch's first-call work, without its inverse of the identity; reads flags back if they may have changed."""
+        flags = (self.updated_strategy, self.variational_params_initialized)
+        key = tuple((flag.data_ptr(), flag._version) for flag in flags)
+        if flags[0].is_meta or key == self._initialized_key:
+            return
+        raise_if_not_finite(x)
+        if not bool(flags[1]):
+            for distribution in self.distributions:
+                set_to_prior(distribution)
+            self.mark_initialized()
+        if not bool(flags[0]):
+            self._whiten()
+        self._initialized_key = tuple((flag.data_ptr(), flag._version) for flag in flags)
+
+    @torch.no_grad()
+    def _whiten(self) -> None:
+        """Take over q(u) of a checkpoint from before GPyTorch whitened."""
+        distribution, projector = self._variational_distribution, self.projector(torch.float64)
+        prior, chol = projector.factorized(self.inducing_points)
+        q = to_whitened(distribution())
+        root = q.root if q.stddev is None else torch.diag_embed(q.stddev)
+        if root is not None:
+            mean = solve_lower(chol, (q.mean - prior.mean).double().unsqueeze(-1)).squeeze(-1)
+            whitened = MultivariateNormal(mean.to(root), RootLinearOperator(solve_lower(chol, root.double()).to(root)))
+            noise_std, distribution.mean_init_std = distribution.mean_init_std, 0.0
+            distribution.initialize_variational_distribution(whitened)
+            distribution.mean_init_std = noise_std
+        self.updated_strategy.fill_(True)
+        self._clear_cache()
+
+    # -- the projection -----------------------------------------------------------------------------------------------
+
+    def all_points(self) -> Tensor:
+        """Where all inducing variables are."""
+        return self.inducing_points
+
+    def factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
+        """The lower factor of the joint covariance, from a function of a block, its name and perhaps its scale."""
+        return one_block(matrix, factorize)
+
+    def projector(self, precision: torch.dtype | None = None, *, lower: bool = True) -> Projector:
+        """What turns inputs into (prior mean, A, d).
+
+        :param precision: Of kernel and projection; default one that suffices.
+        :param lower: Whether common kernels are evaluated by their lowered form, which is once differentiable.
+        """
+        wide = self.conditional.needs_double and self.training
+        return Projector(
+            self.model.forward,
+            self.all_points(),
+            jitter=self.jitter_val,
+            precision=precision or (torch.float64 if wide else None),
+            factorize=self.factorize,
+            lower=lower,
+            cache=None if self.training or torch.jit.is_tracing() else self._factor_cache,
+            owner=lambda: describe_hyperparameters(self.model),
+            warned=self._warned,
+        )
+
+    def _cholesky_factor(self, induc_induc_covar: LinearOperator) -> TriangularLinearOperator:
+        """For GPyTorch and BoTorch, which pass the prior of the inducing variables without its jitter."""
+        matrix = to_dense(induc_induc_covar)
+        matrix = matrix.double() + self.jitter_val * torch.eye(
+            matrix.size(-1), dtype=torch.float64, device=matrix.device
+        )
+        return TriangularLinearOperator(self.factorize(matrix, self.projector()._checked))
+
+    # -- q(f) ---------------------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Tensor, prior: bool = False, diag: bool = True, **kwargs: Any) -> MultivariateNormal:
+        if prior:
+            kwargs.pop("index", None)
+            return super().__call__(x, prior=True, diag=diag, **kwargs)
+        self._check_shapes(x)
+        if self.training:
+            self.conditional.check_index(kwargs.get("index"), x.size(-2))
+            self._clear_cache()
+        self._initialize(x)
+        with full_precision(x.device.type):
+            return self.forward(x, diag=diag, **kwargs)
+
+    def forward(
+        self, x: Tensor, *, diag: bool = True, index: Tensor | None = None, **kwargs: Any
+    ) -> MultivariateNormal:
+        """q(f) at some inputs; its covariance carries :math:`(s, d)`, and is computed when somebody asks for it."""
+        projector = self.projector(lower=self.training or not torch.is_grad_enabled())
+        prior, chol = projector.factorized(x, **kwargs)
+        parts = [q.to(prior.cross_covar.dtype) for q in self.whitened_parts()]
+        blocks = (prior.inducing_covar, chol, prior.cross_covar, prior.data_variance)
+        if projector.lower:
+            moments, projection = fused_moments(*blocks, *parts)
+            record(self, projection, moments.mean, moments.explained)
+        else:
+            moments = projected_moments(projector.project(prior), prior.data_variance, *parts)
+        mean, explained, residual = (moment.to(prior.mean.dtype) for moment in moments)
+        # GPyTorch adds the jitter to the data's diagonal too. It rides in s, so that all bounds pay the same for it.
+        mean, explained = prior.mean + mean, explained + self.jitter_val
+        shape = torch.broadcast_shapes(mean.shape, explained.shape, residual.shape)
+        mean, explained, residual = (
+            tensor if tensor.shape == shape else tensor.expand(shape) for tensor in (mean, explained, residual)
+        )
+        return MultivariateNormal(mean, self._carrier(projector, prior, explained, residual, index))
+
+    def _carrier(
+        self, projector: Projector, prior: PriorBlocks, explained: Tensor, residual: Tensor, index: Tensor | None
+    ) -> Carrier:
+        conditional, scale = self.conditional, None
+        if self.training and conditional.is_learned:
+            scale = conditional.scale(residual, index=index).expand_as(residual)
+        blocks = None
+        if conditional.needs_blocks and (
+            self.training or index is not None or residual.size(-1) == conditional.num_data
+        ):
+            matrix = projector.project(prior)
+            within = lambda sets: projector.residual_within(prior, matrix, sets)
+            blocks = conditional.residual_blocks(residual, within, index=index)
+
+        def dense() -> Tensor:
+            matrix = projector.project(prior)
+            dtype = matrix.dtype
+            covar = projector.data_covariance(prior) - matrix.mT @ matrix
+            if scale is not None:
+                # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
+                width = scale.sqrt().to(dtype)
+                covar = width.unsqueeze(-1) * covar * width.unsqueeze(-2)
+            root = explained_root(matrix, self.whitened().to(dtype))
+            covar = covar if root is None else covar + root.mT @ root
+            covar = covar + self.jitter_val * torch.eye(covar.size(-1), dtype=dtype, device=covar.device)
+            return covar.to(residual.dtype)
+
+        variance = explained + (residual if scale is None else scale * residual)
+        return Carrier(variance, dense, explained, residual, self, index, blocks)
+
+    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._clear_cache()  # GPyTorch keeps the pseudo-points of the parameters it saw first
+        return super().get_fantasy_model(inputs, targets, *args, **kwargs)
+
+    def _check_shapes(self, x: Tensor) -> None:
+        inducing, q_shape = self.inducing_points, self._variational_distribution.batch_shape
+        check_inputs(x, inducing.size(-1))
+        if x.dim() == inducing.dim() == 2:
+            return
+        try:
+            torch.broadcast_shapes(x.shape[:-2], inducing.shape[:-2], q_shape)
+        except RuntimeError:
+            raise ValueError(
+                f"Batch shapes do not broadcast: inputs {tuple(x.shape[:-2])}, inducing points "
+                f"{tuple(inducing.shape[:-2])}, variational distribution {tuple(q_shape)}."
+            ) from None
+
+
+def _negative_log_density(mean: Tensor) -> Tensor:
+    """Minus the log density of the whitened prior."""
+    return 0.5 * (mean.square() + math.log(2 * math.pi)).sum(-1)

@@ -1,0 +1,96 @@
+"""Variational distributions as tensors: read, set to the prior, set to an optimum. No matrix is inverted by LU."""
+
+from __future__ import annotations
+
+import torch
+from gpytorch.distributions import Delta, Distribution, MultivariateNormal
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    MeanFieldVariationalDistribution,
+    NaturalVariationalDistribution,
+    TrilNaturalVariationalDistribution,
+    _VariationalDistribution,
+)
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, RootLinearOperator
+from torch import Tensor
+
+from ..maths.linalg import cholesky, reversed_cholesky
+from ..maths.moments import Whitened
+
+
+def to_whitened(q: Distribution) -> Whitened:
+    """The tensors of a whitened variational distribution."""
+    if isinstance(q, Delta):
+        return Whitened(q.mean)
+    if not isinstance(q, MultivariateNormal):
+        raise TypeError(f"q(u) must be a MultivariateNormal or a Delta; got {type(q).__name__}.")
+    covar = q.lazy_covariance_matrix
+    if isinstance(covar, DiagLinearOperator):
+        return Whitened(q.mean, stddev=covar.diagonal(dim1=-1, dim2=-2).sqrt())
+    if isinstance(covar, RootLinearOperator):
+        return Whitened(q.mean, root=covar.root.to_dense())
+    return Whitened(q.mean, root=covar.cholesky().to_dense())
+
+
+def parameters_of(distribution: _VariationalDistribution) -> Whitened | None:
+    """The tensors of the two common distributions, which need no detour through operators; None for others."""
+    if type(distribution) is CholeskyVariationalDistribution:
+        return Whitened(distribution.variational_mean, root=distribution.chol_variational_covar.tril())
+    if type(distribution) is MeanFieldVariationalDistribution:
+        return Whitened(distribution.variational_mean, stddev=distribution._variational_stddev.abs())
+    return None
+
+
+def standard_normal(*distributions: _VariationalDistribution) -> MultivariateNormal:
+    """The whitened prior of all the variables these distributions are over."""
+    first, size = distributions[0], sum(distribution.num_inducing_points for distribution in distributions)
+    zeros = torch.zeros(*first.batch_shape, size, dtype=first.dtype, device=first.device)
+    return MultivariateNormal(zeros, DiagLinearOperator(torch.ones_like(zeros)))
+
+
+@torch.no_grad()
+def set_to_prior(distribution: _VariationalDistribution) -> None:
+    """Start from the whitened prior, with GPyTorch's noise on the mean."""
+    if not isinstance(distribution, (NaturalVariationalDistribution, TrilNaturalVariationalDistribution)):
+        distribution.initialize_variational_distribution(standard_normal(distribution))
+        return
+    vector = distribution.natural_vec
+    identity = torch.eye(vector.size(-1), dtype=vector.dtype, device=vector.device)
+    vector.copy_(torch.randn_like(vector).mul_(distribution.mean_init_std))
+    if isinstance(distribution, NaturalVariationalDistribution):
+        distribution.natural_mat.copy_(-0.5 * identity)
+    else:
+        distribution.natural_tril_mat.copy_(identity)
+
+
+@torch.no_grad()
+def set_distribution(distribution: _VariationalDistribution, mean: Tensor, precision: Tensor) -> None:
+    r"""Set a variational distribution to the best of its form around :math:`\mathcal N(m, P^{-1})`.
+
+    A mean-field q keeps the diagonal of the precision, a point mass the mean alone: the optimum of the bound in
+    either form.
+
+    :param mean: :math:`m`, ``... x M``.
+    :param precision: :math:`P`, ``... x M x M``.
+    """
+    if isinstance(distribution, MeanFieldVariationalDistribution):
+        # Not through a distribution, which rounds small variances up.
+        distribution.variational_mean.copy_(mean)
+        distribution._variational_stddev.copy_(precision.diagonal(dim1=-1, dim2=-2).rsqrt())
+        return
+    if isinstance(distribution, (NaturalVariationalDistribution, TrilNaturalVariationalDistribution)):
+        distribution.natural_vec.copy_((precision @ mean.unsqueeze(-1)).squeeze(-1))
+        if isinstance(distribution, NaturalVariationalDistribution):
+            distribution.natural_mat.copy_(-0.5 * precision)
+        else:
+            # A lower matrix C with C'C = P.
+            distribution.natural_tril_mat.copy_(reversed_cholesky(precision).mT)
+        return
+    factor = cholesky(precision, name="precision of q(u)")
+    covar = DenseLinearOperator(torch.cholesky_inverse(factor))
+    noise_std, distribution.mean_init_std = distribution.mean_init_std, 0.0
+    try:
+        q = MultivariateNormal(mean, covar).expand(distribution.batch_shape)
+        distribution.initialize_variational_distribution(q)
+    finally:
+        distribution.mean_init_std = noise_std
