@@ -175,8 +175,9 @@ def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_in
         -\tfrac12 \Bigl[ \sum_n \log 2\pi\sigma_n^2 + y^\top (H^\top H + \Sigma)^{-1} y
         + \log |I + A \Sigma^{-1} A^\top| + \log |I + B \Sigma^{-1} B^\top| \Bigr], \qquad H = [A; B]
 
-    :func:`~tighter_gp.maths.bounds.nystrom_log_prob` of :math:`H` has the determinant of :math:`I + H \Sigma^{-1} H^\top` instead, which is never
-    larger than the product of the two: this is what independent q(u) and q(v) cost.
+    :func:`~tighter_gp.maths.bounds.nystrom_log_prob` of :math:`H` has the determinant of
+    :math:`I + H \Sigma^{-1} H^\top` instead, which is never larger than the product of the
+    two: this is what independent q(u) and q(v) cost.
 
     :param projection: :math:`H`, shape ``... x M x N``; see :func:`~tighter_gp.maths.solve_gp.solve_gp_moments`.
     :param targets: :math:`y - \mu(X)`, shape ``... x N``.
