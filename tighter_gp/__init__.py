@@ -28,7 +28,7 @@ from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
 from .predictions import PredictiveDistribution, distribution_of_y, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
-from .training import fit
+from .training import fit, initialize
 
 # Modules that users import by name from the top of the package, wherever they live in it.
 for _module in (blocks, bounds, linalg, moments):
@@ -62,6 +62,7 @@ __all__ = [
     "fit",
     "gplvm",
     "inducing",
+    "initialize",
     "labels",
     "likelihoods",
     "linalg",

@@ -18,7 +18,8 @@ class BetaConditional(Conditional):
     :param beta_prior: Prior on :math:`\beta`.
     :param beta_constraint: Constraint on :math:`\beta`; default positive, learned as :math:`\log \beta`, since the best
         :math:`\beta` may be orders of magnitude away from where it starts.
-    :ivar torch.Tensor beta: :math:`\beta`, shape ``batch_shape``; starts at 1. :math:`\beta \to \infty` is SVGP.
+    :ivar torch.Tensor beta: :math:`\beta`, shape ``batch_shape``; starts at 1, and :func:`~tighter_gp.fit` lets it start at
+        one over the curvature of the likelihood if it is still there. :math:`\beta \to \infty` is SVGP.
 
     Example:
         >>> conditional = tighter_gp.conditionals.BetaConditional()
@@ -43,6 +44,7 @@ class BetaConditional(Conditional):
         # A constraint of the user's may start elsewhere or exclude 1; the raw value zero is inside every one.
         if constraint.initial_value is None and constraint.check(torch.ones(())):
             self.beta = 1.0
+        self.first_raw_beta = self.raw_beta.detach().flatten()[:1].tolist()[0] if self.raw_beta.numel() else 0.0
 
     @property
     def beta(self) -> Tensor:

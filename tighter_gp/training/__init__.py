@@ -3,8 +3,9 @@
 from . import distributed
 from .fitting import fit
 from .history import History, Step
+from .initialization import initialize
 from .natural import NaturalGradients
 from .natural_optimizer import NaturalGradient
 from .validation import mean_nlpd
 
-__all__ = ["History", "NaturalGradient", "NaturalGradients", "Step", "distributed", "fit", "mean_nlpd"]
+__all__ = ["History", "NaturalGradient", "NaturalGradients", "Step", "distributed", "fit", "initialize", "mean_nlpd"]

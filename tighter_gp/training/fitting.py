@@ -17,6 +17,7 @@ from ..mlls import TighterELBO
 from . import distributed
 from .guard import Guard
 from .history import History, Step
+from .initialization import initialize as start_from_data
 from .natural_steps import NaturalStep, refusal
 from .optimizers import Optimizers, make_schedule, refuse_adam, refuse_natural
 from .problem import Problem
@@ -60,6 +61,7 @@ def fit(
     progress: bool | None = None,
     max_failures: int = 10,
     compile: bool = False,
+    initialize: bool = False,
     num_data: int | None = None,
     **kwargs: Any,
 ) -> History:
@@ -131,6 +133,7 @@ def fit(
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether Adam's steps are compiled, see :class:`~tighter_gp.CompiledStep`. It takes seconds to
         minutes at the start, once for each shape of batch. A compiled step that fails is tried again eagerly.
+    :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
         :func:`~tighter_gp.arguments.argument_names`; a tensor or array, such as ``noise=``, has one value per point,
@@ -175,6 +178,11 @@ def fit(
         owner = f"A {type(model if collapsed else x).__name__}"
         check_arguments(kwargs, likelihood, function=fit, allowed=(), owner=owner)
 
+    if initialize:
+        if not isinstance(x, (Tensor, np.ndarray)) or not isinstance(y, (Tensor, np.ndarray)):
+            raise ValueError("initialize=True needs x and y as tensors or arrays; call tighter_gp.initialize yourself.")
+        if not (resume and os.path.exists(checkpoint or "")):
+            start_from_data(model, likelihood, x, y, seed=seed)
     like = reference(model, likelihood)
     with distributed.group(like.device):
         source = make_source(

@@ -305,8 +305,7 @@ class NaturalGradients:
             positive definite, which is logged; 0 where nothing helped and q(u) is as it was.
         """
         used = size
-        for entry in self._entries.values():
-            entry.previous = None
+        self.forget()
         for entry, rows, slope, curvature in self._pending:
             used = min(used, self._move(entry, rows, slope, curvature, size, fraction))
         return used
@@ -318,6 +317,11 @@ class NaturalGradients:
             if entry.previous is not None:
                 found |= zip(map(id, vector_and_matrix(entry.distribution)), entry.previous[1], strict=True)
         return found
+
+    def forget(self) -> None:
+        """From here on the last step cannot be taken back."""
+        for entry in self._entries.values():
+            entry.previous = None
 
     def undo(self) -> None:
         """Take the last step back, once: for a loss that turned out not to be finite."""

@@ -112,6 +112,7 @@ class NaturalStep:
     ) -> tuple[Tensor | None, Exception | None]:
         """Move q(u); the weighted loss at the new one, with gradients of the rest in ``.grad``."""
         problem, agreed = self.problem, _Agreement(problem_device=self.problem.device)
+        natural.forget()
         natural.reduce = agreed.sum if distributed.is_active() else None
 
         def evaluate() -> Tensor:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from gpytorch.models import ExactGP
+from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..collapsed import CollapsedGP
 from . import distributed
 from .batches import Batch
+from .initialization import start_beta
 from .randomness import own_random_state, seed_generators, seed_of
 
 
@@ -57,6 +59,12 @@ class Problem:
         if isinstance(self.model, ExactGP):
             return -self.objective(self.model(batch.x), batch.y).sum()
         return -self.objective(self.model(batch.x, **self.positions(batch)), batch.y, **batch.kwargs).sum()
+
+    def start_beta(self, batch: Batch) -> None:
+        """See :func:`~tighter_gp.training.initialization.start_beta`."""
+        if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):
+            q = self.model(batch.x, **self.positions(batch))
+            start_beta(self.model, self.likelihood, q, batch.y, **batch.kwargs)
 
     def positions(self, batch: Batch) -> dict[str, Tensor]:
         """The argument of the model that says which training points these are, if a conditional needs it."""

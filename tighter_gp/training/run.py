@@ -170,6 +170,7 @@ def _initialise(problem: Problem, source: BatchSource) -> None:
         batch = next(iter(source.iterate(0)))
         try:
             problem.loss(batch)
+            problem.start_beta(batch)
         except NUMERICAL_ERRORS as error:
             log.debug("the first call failed: %s", error)  # the first step will fail too, and say so
 

@@ -1,0 +1,111 @@
+"""A start from the data."""
+
+from __future__ import annotations
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+
+import tighter_gp
+from tighter_gp.likelihoods import BernoulliLogitLikelihood
+
+N, M = 300, 12
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = 4 * torch.rand(N, 2, generator=generator)
+    y = 5 + torch.sin(3 * x[:, 0]) * torch.cos(x[:, 1]) + 0.05 * torch.randn(N, generator=generator)
+    return x, y
+
+
+class GP(gpytorch.models.ApproximateGP):
+    def __init__(self, points, solve_gp=False, conditional="optimal", scale=1.0):
+        q = [gpytorch.variational.CholeskyVariationalDistribution(M) for _ in range(1 + solve_gp)]
+        kind = tighter_gp.SolveGPVariationalStrategy if solve_gp else tighter_gp.TighterVariationalStrategy
+        super().__init__(kind(self, *[points.clone()] * (1 + solve_gp), *q, conditional=conditional))
+        self.mean_module, self.scale = gpytorch.means.ConstantMean(), scale
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2))
+
+    def forward(self, x):
+        x = self.scale * x
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("solve_gp", [False, True])
+def test_the_bound_is_higher_and_lengthscales_and_frozen_parameters_stay(solve_gp, as_array):
+    x, y = data()
+    model, likelihood = GP(x[:M], solve_gp), gpytorch.likelihoods.GaussianLikelihood()
+    model.covar_module.raw_outputscale.requires_grad_(False)
+    tighter_gp.set_optimal_q(model, likelihood, x, y)
+    before = tighter_gp.evaluate_bound(model, likelihood, x, y)
+    outputscale, lengthscale = model.covar_module.outputscale.item(), model.covar_module.base_kernel.lengthscale.clone()
+    inputs, targets = (x.numpy(), y.numpy().astype(np.float32)) if as_array else (x, y)
+    tighter_gp.initialize(model, likelihood, inputs, targets, num_rows_used=200)
+    assert tighter_gp.evaluate_bound(model, likelihood, x, y) > before + N
+    assert abs(model.mean_module.constant.item() - 5) < 0.5
+    assert likelihood.noise < 0.5
+    assert model.covar_module.outputscale.item() == outputscale
+    torch.testing.assert_close(model.covar_module.base_kernel.lengthscale, lengthscale)
+    assert all(parameter.grad is None for parameter in [*model.parameters(), *likelihood.parameters()])
+    points = model.variational_strategy.all_points()
+    assert len(points.unique(dim=0)) == len(points)
+
+
+def test_q_is_the_optimal_one_of_all_rows_where_they_are_few():
+    x, y = data()
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    tighter_gp.initialize(model, likelihood, x, y)
+    found = tighter_gp.evaluate_bound(model, likelihood, x, y)
+    tighter_gp.set_optimal_q(model, likelihood, x, y)
+    torch.testing.assert_close(found, tighter_gp.evaluate_bound(model, likelihood, x, y), rtol=1e-6, atol=0)
+
+
+def test_what_does_not_apply_is_left_as_it_is():
+    x, y = data()
+    model, likelihood = GP(x[:M], scale=2.0), gpytorch.likelihoods.GaussianLikelihood()
+    state = {name: value.clone() for name, value in model.state_dict().items() if "covar" in name or "mean_mod" in name}
+    tighter_gp.initialize(model, likelihood, x, y)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    classifier = GP(x[:M])
+    tighter_gp.initialize(classifier, BernoulliLogitLikelihood(), x, (y > 5).double())
+    assert not torch.equal(classifier.variational_strategy.inducing_points, x[:M])
+
+
+def test_collapsed_models_start_from_the_data_too():
+    x, y = data()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    model = tighter_gp.CollapsedGP(x, y, x[:M], kernel, likelihood, gpytorch.means.ConstantMean())
+    before = model.bound()
+    tighter_gp.initialize(model, likelihood, x, y)
+    assert model.bound() > before + N
+
+
+def test_fit_asks_for_it():
+    x, y = data()
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    history = tighter_gp.fit(model, likelihood, x, y, epochs=1, batch_size=100, initialize=True)
+    other = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    assert history.loss[0] < tighter_gp.fit(*other, x, y, epochs=1, batch_size=100).loss[0]
+    with pytest.raises(ValueError, match="initialize=True needs x and y"):
+        tighter_gp.fit(model, likelihood, torch.utils.data.DataLoader([(x, y)]), initialize=True)
+
+
+def test_a_learned_beta_starts_at_one_over_the_curvature():
+    x, y = data()
+    labels, likelihood = (y > 5).double(), BernoulliLogitLikelihood()
+    model = GP(x[:M], conditional="beta")
+    seen = []
+    record = lambda step: seen.append(model.variational_strategy.conditional.beta.item())
+    options = {"steps": 1, "lr": 1e-6, "callbacks": [record], "batch_size": None}
+    tighter_gp.fit(model, likelihood, x, labels, **options)
+    # The logistic curvature p (1 - p), in expectation over the prior's f of variance log 2.
+    f = model.mean_module.constant.item() + np.sqrt(np.log(2)) * np.random.default_rng(0).standard_normal(200_000)
+    p = 1 / (1 + np.exp(-f))
+    assert seen[0] == pytest.approx(1 / (p * (1 - p)).mean(), rel=0.02)
+    model.variational_strategy.conditional.beta = 3.0
+    tighter_gp.fit(model, likelihood, x, labels, **options)
+    assert seen[1] == pytest.approx(3.0, rel=1e-3)

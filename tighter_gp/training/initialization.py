@@ -1,0 +1,193 @@
+"""A start from the data: inducing points, hyperparameters and q(u), for any model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.means import ConstantMean
+from torch import Tensor
+
+from ..checks import NUMERICAL_ERRORS
+from ..collapsed import CollapsedGP
+from ..conditionals import BetaConditional
+from ..data import Rows, first_parameter, num_rows
+from ..inducing import kmeans, split_inducing_points
+from ..kernels import TighterInducingPointKernel
+from ..likelihoods.slopes import expected_slopes
+from ..maths.linalg import full_precision
+from ..modes import temporary_mode
+from ..posterior import gathered
+from ..strategies import SolveGPVariationalStrategy, TighterStrategy
+from .lbfgs import FullBatchLBFGS
+
+log = logging.getLogger("tighter_gp")
+
+# Rows for k-means, and for the optimal q(u).
+_MOST_ROWS = 32768
+
+
+def initialize(
+    model: Any,
+    likelihood: Likelihood,
+    x: Tensor | np.ndarray,
+    y: Tensor | np.ndarray,
+    *,
+    num_rows_used: int = 2000,
+    iterations: int = 5,
+    seed: int = 0,
+) -> None:
+    r"""Set a model to a start that comes from the data.
+
+    =====================  ==========================================================================================
+    inducing points        centres of k-means of at most 32,768 rows; for SOLVE-GP half of them orthogonal points
+    scale, mean, noise     L-BFGS on the collapsed tighter bound of some rows, if the noise is Gaussian and the model's
+                           ``forward`` returns its ``mean_module`` and ``covar_module`` at the inputs
+    q(u)                   its optimum for these, from at most 32,768 rows, if the noise is Gaussian
+    =====================  ==========================================================================================
+
+    Lengthscales stay as they are: those that suit few rows and few inducing points are a bad place to start from, in
+    experiments. Where the noise is small this start saves epochs, elsewhere it changes little.
+
+    What does not apply is left as it is; with other likelihoods, several outputs and feature extractors that is all but
+    the inducing points. A parameter that does not require a gradient is not changed.
+
+    :param model: A model that :func:`~tighter_gp.fit` takes.
+    :param likelihood: Its likelihood.
+    :param x: Training inputs, ``N x D``; tensor, array or memory map.
+    :param y: Training targets, ``N``.
+    :param num_rows_used: Rows for the hyperparameters, drawn at random.
+    :param iterations: Iterations of L-BFGS for them.
+    :param seed: Seed of the draws.
+
+    Example:
+        >>> start = tighter_gp.evaluate_bound(model, likelihood, train_x, train_y)
+        >>> tighter_gp.initialize(model, likelihood, train_x, train_y)
+        >>> bool(tighter_gp.evaluate_bound(model, likelihood, train_x, train_y) > start)
+        True
+    """
+    like = first_parameter(model, likelihood)
+    inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=0, name="y")
+    order = torch.randperm(num_rows(x), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
+    some = inputs[order[:_MOST_ROWS].sort().values]
+    for holder in holders:
+        _place(holder, some, seed)
+    is_plain = len(holders) == 1 and isinstance(likelihood, GaussianLikelihood) and len(targets.shape) == 1
+    if not is_plain or not _is_kernel_and_mean(model, some[:3]):
+        return
+    holder, rows = holders[0], order[:num_rows_used].sort().values
+    points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
+    num_inducing = points.size(-2)
+    _train_hyperparameters(
+        model, likelihood, inputs[rows], targets[rows].to(like.dtype), iterations, seed, num_inducing
+    )
+    if isinstance(holders[0], TighterStrategy):
+        rows = order[:_MOST_ROWS].sort().values
+        _set_q(model, likelihood, holders[0], inputs[rows], targets[rows].to(like.dtype), len(order))
+
+
+@torch.no_grad()
+def _place(holder: Any, x: Tensor, seed: int) -> None:
+    """Inducing points in the inputs' space, unless they are frozen, batched or in another one."""
+    points = holder.inducing_points
+    if x.dim() != 2 or points.dim() != 2 or points.size(-1) != x.size(-1) or not points.requires_grad:
+        return
+    if isinstance(holder, SolveGPVariationalStrategy):
+        both = kmeans(x, len(points) + len(holder.orthogonal_points), seed=seed)
+        if len(points) == (len(both) + 1) // 2:
+            first, second = split_inducing_points(both)
+        else:
+            first, second = both.split([len(points), len(holder.orthogonal_points)])
+        holder.orthogonal_points.copy_(second)
+        points.copy_(first)
+    elif len(points) <= len(x):
+        points.copy_(kmeans(x, len(points), seed=seed))
+
+
+def _is_kernel_and_mean(model: Any, x: Tensor) -> bool:
+    """Whether the prior of a model is its mean and its kernel at the inputs themselves."""
+    if isinstance(model, CollapsedGP):
+        return True
+    kernel, mean = getattr(model, "covar_module", None), getattr(model, "mean_module", None)
+    if kernel is None or mean is None:
+        return False
+    with torch.no_grad():
+        covar = model.forward(x).lazy_covariance_matrix
+    return isinstance(covar, LazyEvaluatedKernelTensor) and covar.kernel is kernel and torch.equal(covar.x1, x)
+
+
+def _train_hyperparameters(
+    model: Any, likelihood: Any, x: Tensor, y: Tensor, iterations: int, seed: int, num_inducing: int
+) -> None:
+    """L-BFGS on the collapsed bound of some rows; kernel, mean and likelihood are the model's own. Lengthscales stay."""
+    kernel = model.covar_module
+    kernel = kernel.base_kernel if isinstance(kernel, TighterInducingPointKernel) else kernel
+    if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
+        with torch.no_grad():
+            model.mean_module.raw_constant.copy_(y.mean())
+    # As many as the model has: the noise that more of them would leave is too small for it.
+    points = kmeans(x, min(num_inducing, len(x)), seed=seed)
+    gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)
+    gp.inducing_points.requires_grad_(False)
+    parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]
+    if not parameters:
+        return
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    def evaluate() -> Tensor:
+        loss = -gp.bound() / len(y)
+        loss.backward()
+        return loss
+
+    lbfgs = FullBatchLBFGS(parameters, evaluate, NUMERICAL_ERRORS)
+    try:
+        for _ in range(iterations):
+            _, moved = lbfgs.step()
+            if not moved:
+                break
+    except (*NUMERICAL_ERRORS, FloatingPointError) as error:
+        log.warning("the hyperparameters stay as they were: %s", error)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@torch.no_grad()
+def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num_data: int) -> None:
+    """The optimal q(u), from sums over some rows that stand for all."""
+    noise = likelihood.noise.expand(y.shape) * (len(y) / num_data)
+    with temporary_mode(model, False), full_precision(x.device.type):
+        sums = gathered(strategy.projector(), x, y, noise, likelihood, 4096)
+    strategy.set_optimal(sums.gram, sums.linear)
+
+
+@torch.no_grad()
+def start_beta(model: Any, likelihood: Any, q: Any, y: Tensor, **kwargs: Any) -> None:
+    r"""Where a learned :math:`\beta` has not been set, let it start at one over the curvature of the likelihood.
+
+    The best :math:`m_n` is :math:`1/(1 + \lambda_n d_n)`, so the best :math:`\beta` is about :math:`1/\lambda`.
+
+    :param q: q(f) of a batch.
+    :param y: Its targets.
+    """
+    found = [
+        m for m in model.modules() if isinstance(m, BetaConditional) and bool((m.raw_beta == m.first_raw_beta).all())
+    ]
+    if len(found) != 1 or not found[0].raw_beta.requires_grad:
+        return
+    (conditional,) = found
+    curvature = expected_slopes(likelihood, y, q, **kwargs).curvature
+    if curvature.dim() > q.mean.dim():
+        curvature = curvature.diagonal(dim1=-1, dim2=-2)
+    points = -2 if len(q.event_shape) > 1 else -1
+    mean = curvature.clamp_min(0.0).mean(points)
+    mean = mean if mean.shape == conditional.beta.shape else mean.mean().expand(conditional.beta.shape)
+    if bool((mean > 0).all()):
+        conditional.beta = mean.reciprocal()
