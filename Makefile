@@ -24,11 +24,11 @@ pytest: $(STAMP)
 
 # Twenty minutes of training on badly conditioned problems, then the long property and survival tests.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.soak --minutes 20
 
 # Break the mathematics in eighty ways; a test must notice.
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutation
+	$(BIN)/python -m tests.tools.mutation
 
 # Run the tutorials from top to bottom and keep what they print and draw.
 notebooks: $(STAMP)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tighter_gp
-from tests.factories import GP
+from tests.tools.factories import GP
 
 V = gpytorch.variational
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

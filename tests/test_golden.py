@@ -7,9 +7,7 @@ variance of a T-SVGP the golden one plus the jitter.
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 
 import gpytorch
 import pytest
@@ -17,11 +15,11 @@ import torch
 from gpytorch.mlls import ExactMarginalLogLikelihood, VariationalELBO
 
 import tighter_gp
-from tests import dense
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS
+from tests.tools import dense
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.golden import VECTORS
+from tests.tools.support import Q_FORMS
 
-VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())
 RELATIVE = 1e-9
 
 
