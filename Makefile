@@ -18,7 +18,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# One thread a worker: on two cores that is faster than two threads each.
+# One thread per worker: on two cores that is faster than two threads each.
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term:skip-covered
 
@@ -55,4 +55,4 @@ peers:
 	.venv-peers/gpjax/bin/python -m pip install --quiet gpjax optax
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks docs/dataflow.svg
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks

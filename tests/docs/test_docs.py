@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -11,16 +12,19 @@ import json
 import re
 import sys
 import types
-import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.variational import CholeskyVariationalDistribution, IndependentMultitaskVariationalStrategy
 
 import benchmarks.__main__ as command_line
 import tighter_gp
 from tests.docs.test_doctests import PUBLIC
-from tests.test_architecture import LAYERS
+from tests.test_architecture import ROOMS
+from tests.tools.factories import GP
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -31,19 +35,6 @@ SNIPPETS = {
     for title, section in (part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
     for code in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 }
-
-
-def _dataflow() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("dataflow", DOCS / "dataflow.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PICTURE = _dataflow()
-BOXES = [box for column in PICTURE.COLUMNS for box in column.boxes]
 PLACES = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE)
 
 
@@ -84,34 +75,84 @@ def test_no_place_escapes_the_check():
         assert re.fullmatch(r"`[\w/]+\.py:[\w.]+`(, `[\w/]+\.py:[\w.]+`)*", cell), cell
 
 
-@pytest.mark.parametrize("module", ["bounds.py", "jaakkola.py", "gplvm/psi.py"])
+@pytest.mark.parametrize("module", ["maths/bounds.py", "maths/solve_gp.py", "gplvm/psi.py"])
 def test_every_equation_of_the_package_has_a_row(module):
     equations = {name for name in definitions(file_of(module)) if name.islower() and name.isidentifier()}
-    hidden = {name for name in equations if name.startswith("_")} | {"pack_pairs", "unpack_pairs"}
+    hidden = {name for name in equations if name.startswith("_")} | {"check_bound", "pack_pairs", "unpack_pairs"}
     assert equations - hidden <= {name for path, name in PLACES if path == module}
 
 
-@pytest.mark.parametrize("box", BOXES, ids=lambda box: box.text[0])
-def test_box_of_the_picture_names_what_exists_and_holds_its_text(box):
-    path, _, name = box.where.partition(":")
-    assert not path or name in definitions(ROOT / "tighter_gp" / path), box.where
-    text, code = PICTURE.lines_of(box)
-    room = PICTURE.WIDTH - 8
-    assert all(len(line) * PICTURE.TEXT_WIDTH <= room for line in text)
-    assert all(len(line) * PICTURE.CODE_WIDTH <= room for line in code)
+def rows_of(title: str) -> list[list[str]]:
+    """The cells of the table in a section, without its header."""
+    section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_picture_is_well_formed():
-    picture = ElementTree.fromstring(PICTURE.svg())
-    words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {column.title for column in PICTURE.COLUMNS} <= set(words)
+def test_rooms_are_those_of_the_architecture():
+    rooms = {room: tuple(re.findall(r"`(\w+)`", modules)) for room, modules, _ in rows_of("Seven rooms")}
+    assert rooms == ROOMS
+    assert list(rooms) == list(ROOMS)
+    assert len(rooms) <= 7
 
 
-def test_layers_are_those_of_the_architecture():
-    section = PAGE.partition("## Layers")[2].partition("\n## ")[0]
-    rows = re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, len(LAYERS) + 1))
-    assert tuple(tuple(re.findall(r"`(\w+)`", names)) for _, names in rows) == LAYERS
+# ---------------------------------------------------------------------------------------------------------------------
+# The walk from x to the loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+WALK = [row[2].strip("`") for row in rows_of("From x to the loss")]
+
+
+def code_of(place: str) -> types.CodeType:
+    """The code that runs at ``path.py:name``."""
+    path, _, name = place.partition(":")
+    module = importlib.import_module("tighter_gp." + path.removesuffix(".py").replace("/", "."))
+    found = functools.reduce(getattr, name.split("."), module)
+    return (found.fget if isinstance(found, property) else found).__code__
+
+
+def stages_of(run: Callable[[], object]) -> list[str]:
+    """The stages of the walk that are entered while ``run()`` runs, in the order of their entry."""
+    places, entered = {code_of(place): place for place in WALK}, []
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in places:
+            entered.append(places[frame.f_code])
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_walk_is_short_and_numbered():
+    assert [row[0] for row in rows_of("From x to the loss")] == [str(i + 1) for i in range(len(WALK))]
+    assert len(WALK) == len(set(WALK)) <= 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", ["one set of points", "two sets of points", "several outputs"])
+def test_walk_from_x_to_the_loss_enters_each_stage_once_in_this_order(kind, dtype):
+    torch.set_default_dtype(dtype)
+    x, num_tasks = torch.rand(13, 2), 3 if kind == "several outputs" else None
+    batch_shape = torch.Size([num_tasks] if num_tasks else [])
+    q = lambda size: CholeskyVariationalDistribution(size, batch_shape=batch_shape)
+
+    def make(model):
+        if kind == "two sets of points":
+            return tighter_gp.SolveGPVariationalStrategy(model, x[:4], x[4:7], q(4), q(3))
+        strategy = tighter_gp.TighterVariationalStrategy(model, x[:4], q(4))
+        return strategy if num_tasks is None else IndependentMultitaskVariationalStrategy(strategy, num_tasks)
+
+    model = GP(make)
+    y = torch.randn(13) if num_tasks is None else torch.randn(13, num_tasks)
+    likelihood = GaussianLikelihood() if num_tasks is None else MultitaskGaussianLikelihood(num_tasks)
+    mll = tighter_gp.TighterELBO(likelihood, model, 13)
+    step = lambda: -mll(model(x), y)
+    step()  # the first call also sets q(u)
+    assert stages_of(step) == WALK
 
 
 # ---------------------------------------------------------------------------------------------------------------------
