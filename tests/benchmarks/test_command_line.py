@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import benchmarks.__main__ as command_line
 import tighter_gp
 from benchmarks import models
 from tests.benchmarks.support import (
@@ -155,3 +158,41 @@ def test_every_experiment_documents_its_flags():
         ):
             assert flag in text
         assert module.__doc__
+
+
+def test_without_the_extras_the_experiment_says_what_to_install(monkeypatch, capsys):
+    for name in ("matplotlib", "tqdm"):
+        with monkeypatch.context() as patched:
+            for module in [module for module in sys.modules if module.split(".")[0] in ("benchmarks", name)]:
+                patched.delitem(sys.modules, module)
+            patched.setitem(sys.modules, name, None)
+            assert command_line.main(["demo", "--smoke"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == f"error: demo needs {name}: pip install -e '.[benchmarks]'\n"
+
+
+def test_a_module_of_ours_that_is_missing_is_no_matter_of_extras(monkeypatch):
+    monkeypatch.setattr(command_line, "EXPERIMENTS", ("nowhere",))
+    with pytest.raises(ModuleNotFoundError, match=r"benchmarks\.nowhere"):
+        command_line.main(["nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (("uci", "--smoke"), r"finished runs, .* are kept in .*out; the same command with --resume continues"),
+        (("demo", "--smoke"), "nothing was written"),
+        (("speed", "--smoke"), r"what was measured is kept in .*out/speed\.jsonl"),
+    ],
+)
+def test_an_interrupt_ends_in_one_line_that_says_what_is_kept(monkeypatch, tmp_path, capsys, arguments, kept):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for target in ("benchmarks.uci.train", "benchmarks.demo.run_methods", "benchmarks.speed.time_grid_point"):
+        monkeypatch.setattr(target, interrupt)
+    torch.set_default_dtype(torch.float32)
+    assert command_line.main([*arguments, "--out", str(tmp_path / "out")]) == 130
+    text = capsys.readouterr().err
+    assert re.fullmatch(rf"interrupted: {kept}.*\n", text), text

@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import gplvm, report
 from benchmarks.errors import UserError
+from benchmarks.gplvm import cost, rows, scores, tables, training
+from benchmarks.options import resolve
 from tighter_gp.gplvm import LatentVariableELBO
 
 DATA = Path(os.environ.get("TIGHTER_GP_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -35,7 +37,7 @@ def smoke(tmp_path_factory):
     return [json.loads(line) for line in lines], out / "smoke"
 
 
-def test_smoke_writes_one_line_a_run_with_all_that_is_judged(smoke):
+def test_smoke_writes_one_line_per_run_with_all_that_is_judged(smoke):
     results, _ = smoke
     assert [result["method"] for result in results] == list(gplvm.METHODS)
     for result in results:
@@ -69,13 +71,13 @@ def test_results_are_reportable(smoke, capsys):
 
 
 def test_pairs_share_start_and_inducing_points():
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
-    data = gplvm.load("phases", args)
-    first, second = (gplvm.start(data, 8, seed=3) for _ in range(2))
+    args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    data = rows.load("phases", args)
+    first, second = (training.start(data, 8, seed=3) for _ in range(2))
     for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert not torch.equal(
-        first.variational_strategy.inducing_points, gplvm.start(data, 8, seed=4).variational_strategy.inducing_points
+        first.variational_strategy.inducing_points, training.start(data, 8, seed=4).variational_strategy.inducing_points
     )
 
 
@@ -92,16 +94,16 @@ def test_pairs_go_on_from_one_warm_start_made_with_the_base_bound(smoke):
 
 
 def test_warm_start_is_made_once_and_is_the_same_when_made_again(tmp_path, monkeypatch):
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
     args.warmup_epochs = 1
-    data = gplvm.load("phases", args)
+    data = rows.load("phases", args)
     base, tighter = (gplvm.describe(args, "phases", 8, 0, method) for method in gplvm.METHODS[:2])
-    first = gplvm.warm_start(base, data, tmp_path / "warm.pt")
-    again = gplvm.warm_start(tighter, data, tmp_path / "again.pt")
+    first = training.warm_start(base, data, tmp_path / "warm.pt")
+    again = training.warm_start(tighter, data, tmp_path / "again.pt")
     seen = []
     with monkeypatch.context() as patched:
-        patched.setattr(gplvm.Trace, "__call__", lambda *args: seen.append(args))
-        second = gplvm.warm_start(tighter, data, tmp_path / "warm.pt")
+        patched.setattr(training.Trace, "__call__", lambda *args: seen.append(args))
+        second = training.warm_start(tighter, data, tmp_path / "warm.pt")
     assert not seen
     assert first.steps == second.steps == 4
     assert first.seconds == second.seconds
@@ -110,18 +112,18 @@ def test_warm_start_is_made_once_and_is_the_same_when_made_again(tmp_path, monke
         assert torch.equal(value, second.state[name]), name
         assert torch.equal(value, again.state[name]), name
     base["config"]["warmup_epochs"] = 0
-    none = gplvm.warm_start(base, data, tmp_path / "none.pt")
+    none = training.warm_start(base, data, tmp_path / "none.pt")
     assert none.steps == 0
-    for name, value in gplvm.start(data, 8, 0).state_dict().items():
+    for name, value in training.start(data, 8, 0).state_dict().items():
         assert torch.equal(value, none.state[name]), name
 
 
 def test_an_interrupted_run_keeps_its_trace(tmp_path, monkeypatch):
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
-    data = gplvm.load("phases", args)
+    args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    data = rows.load("phases", args)
     run = gplvm.describe(args, "phases", 8, 0, "tv-bgplvm")
-    model = gplvm.start(data, 8, 0)
-    elbo = gplvm.make_elbo(model, data, tighter=True)
+    model = training.start(data, 8, 0)
+    elbo = training.make_elbo(model, data, tighter=True)
     options = {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 4, "notes": 4}
 
     def interrupt(trace, state):
@@ -129,14 +131,14 @@ def test_an_interrupted_run_keeps_its_trace(tmp_path, monkeypatch):
         if state.step == 6:
             raise KeyboardInterrupt
 
-    original = gplvm.Trace.__call__
-    monkeypatch.setattr(gplvm.Trace, "__call__", interrupt)
+    original = training.Trace.__call__
+    monkeypatch.setattr(training.Trace, "__call__", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        gplvm.fit_batches(model, elbo, data, run, 4, 0.01, **options)
-    monkeypatch.setattr(gplvm.Trace, "__call__", original)
-    model = gplvm.start(data, 8, 0)
-    elbo = gplvm.make_elbo(model, data, tighter=True)
-    _, trace = gplvm.fit_batches(model, elbo, data, run, 4, 0.01, resume=True, **options)
+        training.fit_batches(model, elbo, data, run, 4, 0.01, **options)
+    monkeypatch.setattr(training.Trace, "__call__", original)
+    model = training.start(data, 8, 0)
+    elbo = training.make_elbo(model, data, tighter=True)
+    _, trace = training.fit_batches(model, elbo, data, run, 4, 0.01, resume=True, **options)
     assert [point["step"] for point in trace.points] == [4, 8, 12, 16]
 
 
@@ -145,7 +147,7 @@ def test_evaluation_error_is_small_and_draws_are_common(smoke):
     for result in results[:2]:
         for name in ("bound_tighter", "bound_base"):
             assert 0 < result[f"{name}_se"] < 0.02 * abs(result[name])
-    assert gplvm.own_error(results[2]) is None
+    assert tables.own_error(results[2]) is None
 
 
 def test_table_of_what_is_judged():
@@ -160,16 +162,16 @@ def test_table_of_what_is_judged():
             (1, "tv-bgplvm", -4.1, 0.02, 0.33),
         )
     ]
-    line = gplvm.judged_table(results).splitlines()[-1]
+    line = tables.judged_table(results).splitlines()[-1]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["oil", "25", "tv-bgplvm − v-bgplvm", "1 of 2", "0.960", "0.330", "+0.0200 ± 0.0100",
                      "+0.0000 ± 0.0000", "yes"]  # fmt: skip
-    assert gplvm.judged_table(results[:1]) is None
+    assert tables.judged_table(results[:1]) is None
 
 
 def test_data_are_scaled_with_training_rows_alone():
-    args = gplvm.resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
-    data = gplvm.load("phases", args)
+    args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
+    data = rows.load("phases", args)
     torch.testing.assert_close(data.train.mean(0), torch.zeros(12), atol=1e-12, rtol=0)
     torch.testing.assert_close(data.train.std(0), torch.ones(12))
     assert data.test.mean(0).abs().max() > 1e-3
@@ -188,9 +190,9 @@ def test_bad_flags_are_errors(tmp_path):
 
 
 def test_a_step_does_not_grow_with_the_data():
-    run = gplvm.describe_step(argparse.Namespace(smoke=True))
+    run = cost.describe_step(argparse.Namespace(smoke=True))
     run["config"] |= {"sizes": [1000, 300_000], "steps": 25}
-    result = gplvm.step_cost(run, argparse.Namespace(device="cpu"), Path(), False)
+    result = cost.step_cost(run, argparse.Namespace(device="cpu"), Path(), False)
     assert result["ratio"] < 1.5  # the benchmark holds it to 1.2 on a quiet machine
 
 
@@ -198,16 +200,16 @@ def test_oil_flow_starts_and_improves():
     if not (DATA / "oil_flow" / "3PhData.tar.gz").is_file():
         pytest.skip("no oil flow data: set TIGHTER_GP_DATA")
     args = arguments("--data-dir", str(DATA), "--num-inducing", "10")
-    args = gplvm.resolve(args, {**gplvm.DEFAULTS, "warmup_epochs": 1, "iterations": 12}, gplvm.SMOKE, gplvm.METHODS)
-    data = gplvm.load("oil", args)
+    args = resolve(args, {**gplvm.DEFAULTS, "warmup_epochs": 1, "iterations": 12}, gplvm.SMOKE, gplvm.METHODS)
+    data = rows.load("oil", args)
     assert data.train.shape == data.test.shape == (1000, 12)
     assert sorted(set(data.labels.tolist())) == [0, 1, 2]
-    first = gplvm.start(data, 10, 0)
+    first = training.start(data, 10, 0)
     before = LatentVariableELBO(first.likelihood, first, 1000).evaluate(data.train, num_samples=2)
     run = gplvm.describe(args, "oil", 10, 0, "tv-bgplvm-collapsed")
-    model, outcome = gplvm.train_collapsed(run, data, True)
+    model, outcome = training.train_collapsed(run, data, True)
     assert outcome["bound_tighter"] > before
-    assert gplvm.separation(model, data)["error"] < 0.5
+    assert scores.separation(model, data)["error"] < 0.5
 
 
 def test_the_archive_is_read_by_name_and_never_unpacked(tmp_path, monkeypatch):

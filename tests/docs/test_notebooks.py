@@ -23,8 +23,18 @@ NAMES = [
     "06_tightness",
     "07_botorch",
 ]
-HELPERS = {"build.py"}
-ALLOWED = {"tighter_gp", "torch", "gpytorch", "numpy", "matplotlib", "sklearn", "botorch", *sys.stdlib_module_names}
+HELPERS = {"build.py", "shared.py"}
+ALLOWED = {
+    "shared",
+    "tighter_gp",
+    "torch",
+    "gpytorch",
+    "numpy",
+    "matplotlib",
+    "sklearn",
+    "botorch",
+    *sys.stdlib_module_names,
+}
 MAX_BYTES = 300 * 1024
 
 
@@ -118,3 +128,14 @@ def test_notebook_imports_what_readers_have(name):
             assert {alias.name.split(".")[0] for alias in node.names} <= ALLOWED
         elif isinstance(node, ast.ImportFrom):
             assert str(node.module).split(".")[0] in ALLOWED
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_begins_with_its_subject(name):
+    """A title and what it is about, one cell of imports, and the next heading."""
+    (kind, text), (first, code), (second, heading), *_ = split((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    assert (kind, first, second) == ("markdown", "code", "markdown")
+    assert text.strip('"\n').startswith("# ")
+    assert len(code.splitlines()) <= 25
+    assert "rcParams" not in code
+    assert heading.startswith("# ## ")
