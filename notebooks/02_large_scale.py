@@ -273,7 +273,7 @@ options = {} if can_compile else {"backend": "eager"}
 
 
 def clock(step, repeats=1 if QUICK else 60):
-    """Milliseconds a step, best of three."""
+    """Milliseconds per step, best of three."""
     times = []
     for _ in range(3):
         started = time.perf_counter()

@@ -254,7 +254,7 @@ for bound in ("titsias", "tighter", "block"):
     nlpd = -likelihood.log_marginal(test_y, tighter_gp.predict(model, test_x)).mean().item()
     seconds = history.seconds / history.steps
     print(
-        f"{bound:8s} bound {value:8.4f}  noise {likelihood.noise.item():.4f}  NLPD {nlpd:8.4f}  {seconds:.3f} s a step"
+        f"{bound:8s} bound {value:8.4f}  noise {likelihood.noise.item():.4f}  NLPD {nlpd:8.4f}  {seconds:.3f} s per step"
     )
 
 # %% [markdown]

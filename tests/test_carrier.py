@@ -293,7 +293,7 @@ def test_a_tree_without_a_carrier_has_none():
 
 
 def test_elementwise_product_with_a_mask_keeps_the_carrier():
-    """How GPyTorch selects one task a row."""
+    """How GPyTorch selects one task per row."""
     operator = carrier(3)
     mask = torch.nn.functional.one_hot(torch.arange(N) % 3, 3).T.to(torch.get_default_dtype())
     tree = (operator * RootLinearOperator(mask.unsqueeze(-1))).sum(-3)

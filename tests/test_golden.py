@@ -180,7 +180,7 @@ def test_evaluate_bound_at_the_optimal_q_is_the_collapsed_bound(case, batch_size
 @pytest.mark.parametrize(("bound", "name"), [("titsias", "F1"), ("spherical", "F5"), ("tighter", "F4")])
 def test_drop_in_kernel(case, bound, name):
     if name not in case.entry["expected"]:
-        pytest.skip("the golden case has one noise a point")
+        pytest.skip("the golden case has one noise variance per point")
     model = case.collapsed(bound)
     value = case.size * ExactMarginalLogLikelihood(model.likelihood, model)(model(case.X), case.y)
     close(value, case[name])

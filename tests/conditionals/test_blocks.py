@@ -26,7 +26,7 @@ LABELS_LIST = LABELS.tolist()
 
 
 def log_dets(p, labels):
-    """log|I + D_bb / noise| a block."""
+    """log|I + D_bb / noise|, one value per block."""
     scaled = p.D / p.noise.sqrt().outer(p.noise.sqrt())
     values = []
     for label in labels.unique():
@@ -474,7 +474,7 @@ BATCH = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 1, 2, 0])  # blocks of the 11 poin
 
 
 def residual_blocks(model, member, x, weights):
-    """log|I + w D_bb| a block for one latent function, D from the dense kernel."""
+    """log|I + w D_bb| per block for one latent function, D from the dense kernel."""
     base = model.variational_strategy.base_variational_strategy
     kernel, z = model.covar_module, base.inducing_points
     k = lambda a, b: dense.rbf(a, b, kernel.outputscale[member], kernel.base_kernel.lengthscale[member][0])

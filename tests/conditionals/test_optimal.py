@@ -43,7 +43,7 @@ def poisson_problem(seed=0):
 
 
 def poisson_scales(mean, s, d):
-    """M = 1 / (1 + E[exp f] d), one root a point."""
+    """M = 1 / (1 + E[exp f] d), one root per point."""
     scales = []
     for mu, explained, residual in zip(mean.tolist(), s.tolist(), d.tolist(), strict=True):
         excess = lambda m, mu=mu, v=explained, r=residual: m * (1 + r * math.exp(mu + (v + m * r) / 2)) - 1

@@ -208,7 +208,7 @@ def test_order_of_the_bounds_at_equal_parameters(seed):
 
 def test_every_bound_is_below_the_evidence_by_brute_force():
     p = random_problem(3, num_data=3, num_inducing=2, latent_dim=1, num_outputs=2)
-    grid, grid_weights = collapsed.gauss_hermite_nodes(24, 3, p.mean)  # one coordinate a row
+    grid, grid_weights = collapsed.gauss_hermite_nodes(24, 3, p.mean)  # one coordinate per row
     x = grid.squeeze(1).unsqueeze(-1)  # S x 3 x 1
 
     def at(points):

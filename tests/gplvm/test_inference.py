@@ -305,7 +305,7 @@ def test_relevance_orders_dimensions_by_spread_over_lengthscale():
     assert str(report).splitlines()[1].split()[:2] == ["2", "1.000"]
 
 
-def test_relevance_needs_one_lengthscale_a_dimension():
+def test_relevance_needs_one_lengthscale_per_dimension():
     latents = VariationalLatents(torch.randn(50, 3))
     model = BayesianGPLVM(latents, torch.randn(5, 3), 4, covar_module=gpytorch.kernels.RBFKernel())
     with pytest.raises(TypeError, match="ard_num_dims=3"):

@@ -69,7 +69,7 @@ class Dense:
         self.kl = dense.kl(mean, root @ root.T, torch.zeros(M), kuu)
 
     def log_likelihood(self, variance):
-        """Expected log likelihood, one a point."""
+        """Expected log likelihood, one value per point."""
         return -0.5 * (torch.log(2 * math.pi * self.noise) + ((self.y - self.mean) ** 2 + variance) / self.noise)
 
     def per_datum(self, m):
@@ -327,7 +327,7 @@ def fixed_noise(learned):
 
 @pytest.mark.parametrize("learned", [None, 0.11])
 @pytest.mark.parametrize("name", ["optimal", "beta"])
-def test_fixed_noise_has_one_scale_a_point(learned, name):
+def test_fixed_noise_has_one_scale_per_point(learned, name):
     model, likelihood = gp(conditional=name), fixed_noise(learned)
     reference = Dense(model, FIXED + (learned or 0.0))
     expected = reference.per_datum(scales(model, reference))

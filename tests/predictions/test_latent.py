@@ -144,7 +144,7 @@ def test_the_scalar_conditional_keeps_its_share_of_what_the_data_would_explain()
 
 
 @pytest.mark.parametrize("last_term", ["exact", "optimal", "subset"])
-def test_fixed_noise_has_one_scale_a_point(last_term):
+def test_fixed_noise_has_one_scale_per_point(last_term):
     noise, reference = torch.linspace(0.02, 0.5, N), Dense()
     likelihood = make_noise(noise)
     model = sparse(likelihood)

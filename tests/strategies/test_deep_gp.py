@@ -178,7 +178,7 @@ def test_beta_in_a_hidden_layer_raises():
         evaluate(model, make_noise(0.1), x, y)
 
 
-def test_a_scale_a_point_in_a_hidden_layer_raises():
+def test_a_scale_per_point_in_a_hidden_layer_raises():
     model, x, y = two_layers(hidden=PerPoint(N)), torch.randn(N, D), torch.randn(N)
     mll = DeepApproximateMLL(tighter_gp.TighterELBO(make_noise(0.1), model, NUM_DATA))
     with pytest.raises(TypeError, match="PerPoint in a hidden layer gives no bound"):

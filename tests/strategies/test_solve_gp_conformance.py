@@ -30,7 +30,7 @@ def split_strategy(model, points, distribution, learn_inducing_locations=True):
 
 
 class Conformance(VariationalTestCase):
-    """GPyTorch's tests; both Cholesky factors once a training pass and once in eval mode."""
+    """GPyTorch's tests; both Cholesky factors once per training pass and once in eval mode."""
 
     distribution_cls = CholeskyVariationalDistribution
     mll_cls = TighterELBO

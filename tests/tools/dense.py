@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     x: Tensor
     y: Tensor
     z: Tensor
-    noise: Tensor  # one variance a point
+    noise: Tensor  # one variance per point
     Kuu: Tensor
     Kuf: Tensor
     Kff: Tensor

@@ -227,7 +227,7 @@ def table(counts: dict[str, Count]) -> str:
 
 
 def soak(minutes: float, seed: int) -> dict[str, Count]:
-    """Run after run until the time is over; at least one of each form."""
+    """Run after run until the time is up; at least one of each form."""
     counts: dict[str, Count] = collections.defaultdict(Count)
     started, number = time.monotonic(), 0
     order = [(name, setting) for setting in adversarial.SETTINGS for name in FORMS]

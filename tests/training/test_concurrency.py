@@ -106,7 +106,7 @@ def test_two_models_trained_in_two_threads_have_the_numbers_of_one_after_the_oth
     for thread in threads:
         thread.join()
     # GPyTorch switches this off while it evaluates a kernel in eval mode, for all threads, and two of them can leave it so.
-    # Kernels are then evaluated by another way, which differs in rounding.
+    # Kernels are then evaluated in another way, which differs in rounding.
     lazily._set_state(True)
     assert not errors
     for a, b in zip(found, expected, strict=True):

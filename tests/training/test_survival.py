@@ -519,7 +519,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_parameters(bad, natural):
 
 
 def test_a_step_that_raises_in_a_hand_written_loop_leaves_nothing_behind(monkeypatch):
-    """The loop goes on to the numbers of one that was never disturbed."""
+    """The loop continues to the numbers of one that was never disturbed."""
     x, y = data()
     results = []
     for fault in (None, 3):
