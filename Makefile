@@ -18,17 +18,17 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# One thread a worker: on two cores that is faster than two threads each.
+# One thread per worker: on two cores that is faster than two threads each.
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term:skip-covered
 
 # Twenty minutes of training on badly conditioned problems, then the long property and survival tests.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.soak --minutes 20
 
 # Break the mathematics in eighty ways; a test must notice.
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutation
+	$(BIN)/python -m tests.tools.mutation
 
 # Run the tutorials from top to bottom and keep what they print and draw.
 notebooks: $(STAMP)
@@ -55,4 +55,4 @@ peers:
 	.venv-peers/gpjax/bin/python -m pip install --quiet gpjax optax
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks docs/dataflow.svg
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks

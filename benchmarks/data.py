@@ -1,7 +1,7 @@
 r"""Data of the experiments: found in a folder, or downloaded once into a cache of the user's, and always checked.
 
 A folder given by ``--data-dir`` or ``$TIGHTER_GP_DATA`` holds ``uci/NAME/data.csv.gz`` (last column the target) and
-``uci/NAME/test_mask.csv.gz`` (a column a split, 1 = test), ``mnist/*.gz``, ``oil_flow/3PhData.tar.gz`` and
+``uci/NAME/test_mask.csv.gz`` (one column per split, 1 = test), ``mnist/*.gz``, ``oil_flow/3PhData.tar.gz`` and
 ``snelson.csv``. A set of your own in the same layout works too. What is not there is looked for in the cache and
 downloaded with pooch.
 """
@@ -235,7 +235,7 @@ def _uci(name: str, data_dir: str | None) -> tuple[np.ndarray, np.ndarray]:
     folds = mask.shape == (rows.shape[0], NUM_SPLITS) and bool(np.isin(mask, (0, 1)).all() and (mask.sum(1) == 1).all())
     if not folds:
         raise UserError(
-            f"{mask_path} must have a row a point, {NUM_SPLITS} columns of 0 and 1, and a single 1 in each row."
+            f"{mask_path} must have one row per point, {NUM_SPLITS} columns of 0 and 1, and a single 1 in each row."
         )
     return rows, mask.argmax(1)
 

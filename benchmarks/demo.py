@@ -1,9 +1,10 @@
 """SGPR, T-SGPR, SVGP and T-SVGP side by side on one-dimensional data: a table and a figure in under a minute.
 
-All four start from the same hyperparameters (all 1) and inducing inputs (evenly spaced quantiles of the inputs). SGPR
-and T-SGPR are trained by L-BFGS. SVGP and T-SVGP share q(u)'s start, every mini-batch and the learning rates: natural
-gradients for q(u), Adam for the rest. Rates and steps were tuned on this data and Snelson's until both methods reached
-their collapsed bounds; T-SVGP needs more steps for it than SVGP. Reported bounds are those of the whole training set.
+All four start from the same hyperparameters (all 1) and inducing inputs (evenly spaced quantiles of the inputs), and
+:func:`tighter_gp.fit` trains them: SGPR and T-SGPR by L-BFGS, SVGP and T-SVGP on mini-batches, with natural gradients for
+q(u) and Adam for the rest. These two share q(u)'s start, every mini-batch and the learning rates; last, q(u) takes its
+closed form. Rates and steps were tuned on this data and Snelson's until both methods reached their collapsed bounds;
+T-SVGP needs more steps for it than SVGP. Reported bounds are those of the whole training set.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import argparse
 import json
 import math
 import platform
+import tempfile
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tighter_gp
+from tighter_gp.training import Step
 
 from . import plotting
 from .errors import UserError
@@ -41,9 +43,9 @@ class Budget(NamedTuple):
 
     :param iterations: Of L-BFGS.
     :param steps: Of Adam and natural gradients, each on one mini-batch.
-    :param batch_size: Points a mini-batch.
-    :param adam_rate: First learning rate of Adam; both rates fall to 0 along a cosine.
-    :param natural_rate: First step of the natural gradients.
+    :param batch_size: Points per mini-batch.
+    :param adam_rate: First learning rate of Adam, which falls to 0 along a cosine.
+    :param natural_rate: Step size of the natural gradients.
     :param trace_every: Steps between two points of a trace.
     """
 
@@ -148,86 +150,68 @@ class Fit(NamedTuple):
 Report = Callable[[int, float | None], Any]  # steps done, and the bound if it was evaluated
 
 
+class Trace:
+    """Callback of :func:`tighter_gp.fit` that notes the bound of the whole training set.
+
+    :param bound: Evaluates it.
+    :param every: Steps between two notes.
+    :param report: Told of every step.
+    """
+
+    def __init__(self, bound: Callable[[], float], every: int, report: Report) -> None:
+        self.bound, self.every, self.report = bound, every, report
+        self.points = [(0, bound())]
+
+    def __call__(self, state: Step) -> bool:
+        """After a step; ends the run when the bound has not moved for five notes of L-BFGS."""
+        if state.step % self.every:
+            self.report(1, None)
+            return False
+        self.points.append((state.step, self.bound()))
+        self.report(1, self.points[-1][1])
+        return self.every == 1 and len(self.points) > 6 and self.points[-1][1] - self.points[-6][1] < 1e-8
+
+
 def train_collapsed(bound: str, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
     """Maximise a collapsed bound of the full data with L-BFGS."""
     model = CollapsedGP(data.x, data.y, z, bound)
-    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=1, max_eval=25, history_size=20, line_search_fn="strong_wolfe"
+    trace = Trace(lambda: bound_of(model, data), 1, report)
+    history = tighter_gp.fit(
+        model, model.likelihood, steps=budget.iterations, seed=seed, callbacks=[trace], progress=False
     )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = -mll(model(data.x), data.y)
-        value.backward()
-        return value
-
-    start, trace = time.perf_counter(), []
-    for iteration in range(budget.iterations):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        try:
-            value = -optimizer.step(loss).item()
-        except (NanError, NotPSDError):  # the line search left the domain: stay at the last good point
-            _restore(model, before)
-            break
-        trace.append((iteration, value))
-        report(1, value)
-        if len(trace) > 5 and value - trace[-6][1] < 1e-8:
-            break
-    report(budget.iterations - len(trace), None)
-    seconds = time.perf_counter() - start
-    value = tighter_gp.evaluate_bound(model, model.likelihood, data.x, data.y).item() / len(data.y)
-    return Fit(model, value, [*trace, (len(trace), value)], seconds)
+    report(budget.iterations - history.steps, None)
+    return Fit(model, bound_of(model, data), trace.points, history.seconds)
 
 
 def train_uncollapsed(objective: type, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
     """Maximise an uncollapsed bound on mini-batches: natural gradients for q(u), Adam for the rest."""
-    num_data = len(data.y)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = UncollapsedGP(z)
-        model(data.x[:1])  # GPyTorch draws q(u)'s start at the first call
-    mll = objective(model.likelihood, model, num_data)
-    optimizers = [
-        gpytorch.optim.NGD(model.variational_parameters(), num_data=num_data, lr=budget.natural_rate),
-        torch.optim.Adam(model.hyperparameters(), lr=budget.adam_rate),
-    ]
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, budget.steps) for o in optimizers]
-
-    def bound() -> float:
-        value = tighter_gp.evaluate_bound(model, model.likelihood, data.x, data.y, objective=objective)
-        return value.item() / num_data
-
-    start, trace = time.perf_counter(), [(0, bound())]
-    for step, rows in zip(range(1, budget.steps + 1), mini_batches(num_data, budget.batch_size, seed), strict=False):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (-mll(model(data.x[rows]), data.y[rows])).backward()
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        if step % budget.trace_every == 0:
-            trace.append((step, bound()))
-            report(budget.trace_every, trace[-1][1])
-    report(budget.steps % budget.trace_every, None)
-    return Fit(model, bound(), trace, time.perf_counter() - start)
+        model(data.x[:1])  # q(u)'s start is drawn at the first call
+    trace = Trace(lambda: bound_of(model, data, objective=objective), budget.trace_every, report)
+    history = tighter_gp.fit(
+        model,
+        model.likelihood,
+        data.x,
+        data.y,
+        objective=objective,
+        steps=budget.steps,
+        batch_size=budget.batch_size,
+        lr=budget.adam_rate,
+        natural_gradients=budget.natural_rate,
+        seed=seed,
+        callbacks=[trace],
+        progress=False,
+    )
+    tighter_gp.set_optimal_q(model, model.likelihood, data.x, data.y)
+    bound = bound_of(model, data, objective=objective)
+    return Fit(model, bound, [*trace.points, (history.steps, bound)], history.seconds)
 
 
-def mini_batches(num_data: int, batch_size: int, seed: int) -> Iterator[Tensor]:
-    """Rows of endless epochs in random order; a smaller last batch of an epoch is left out."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from (
-            rows
-            for rows in torch.randperm(num_data, generator=generator).split(min(batch_size, num_data))
-            if len(rows) == min(batch_size, num_data)
-        )
-
-
-def _restore(model: torch.nn.Module, values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), values, strict=True):
-            parameter.copy_(value)
+def bound_of(model: Any, data: Data, **kwargs: Any) -> float:
+    """The bound of the whole training set, per datum."""
+    return tighter_gp.evaluate_bound(model, model.likelihood, data.x, data.y, **kwargs).item() / len(data.y)
 
 
 METHODS: dict[str, tuple[Callable[..., Fit], Any]] = {
@@ -390,7 +374,8 @@ def run(args: argparse.Namespace) -> None:
     out = PUBLISHED if args.publish else args.out
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / RESULTS).touch()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 

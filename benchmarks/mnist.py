@@ -1,7 +1,7 @@
 """Classification of digits: ten latent GPs and a softmax on MNIST (the paper's Section 5.4).
 
 The ten functions share inducing points and an RBF kernel. The scales of the tighter methods are the best for each point
-and class (``--conditional optimal``), or follow from one learned beta a class, as in the paper (``beta``). Bounds are
+and class (``--conditional optimal``), or follow from one learned beta per class, as in the paper (``beta``). Bounds are
 evaluated on the whole training set at each run's own parameters, with the same draws for both.
 """
 
@@ -43,7 +43,7 @@ NUM_CLASSES = 10
 CONDITIONALS = ("optimal", "beta")
 DATASETS = {"mnist": load_mnist, "digits": lambda data_dir, **kwargs: load_digits(**kwargs)}
 
-# Draws of the latents a point: in training, and for the reported numbers.
+# Draws of the latents per point: in training, and for the reported numbers.
 _TRAIN_SAMPLES, _TEST_SAMPLES = 10, 64
 
 
@@ -128,7 +128,7 @@ class Trace:
         return {"points": self.points}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.points = state["points"]
 
 

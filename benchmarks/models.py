@@ -120,7 +120,7 @@ def make_start(x: Tensor, num_inducing: int, seed: int) -> Start:
 
 
 def make_regression(method: str, start: Start) -> tuple[SparseGP, GaussianLikelihood]:
-    """A model with a Matérn-3/2 kernel, one lengthscale a dimension, and its likelihood."""
+    """A model with a Matérn-3/2 kernel, one lengthscale per dimension, and its likelihood."""
     dim = start.points.size(-1)
     kernel = ScaleKernel(MaternKernel(1.5, ard_num_dims=dim))
     likelihood = GaussianLikelihood(noise_constraint=GreaterThan(NOISE_FLOOR))
@@ -134,7 +134,7 @@ def make_regression(method: str, start: Start) -> tuple[SparseGP, GaussianLikeli
 def make_classification(
     method: str, start: Start, num_classes: int, conditional: str = "beta"
 ) -> tuple[SparseGP, MarginalSoftmax]:
-    """A latent GP a class, with shared inducing points and RBF kernel, and a softmax.
+    """One latent GP per class, with shared inducing points and RBF kernel, and a softmax.
 
     :param conditional: Who chooses the scales of a tighter method: ``"beta"`` or ``"optimal"``.
     """

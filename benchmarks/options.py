@@ -27,7 +27,7 @@ _LISTS = {
 }
 _NUMBERS = {
     "epochs": (int, "passes over the training data"),
-    "batch-size": (int, "points a step"),
+    "batch-size": (int, "points per step"),
     "lr": (float, "learning rate at the start"),
 }
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> 
         "--data-dir", type=Path, help="folder with the data (default: $TIGHTER_GP_DATA, else downloads)"
     )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
-    parser.add_argument("--resume", action="store_true", help="skip finished runs, go on with an interrupted one")
+    parser.add_argument("--resume", action="store_true", help="skip finished runs, continue an interrupted one")
     parser.add_argument("--smoke", action="store_true", help="a few seconds on embedded data, to see that all works")
 
 

@@ -1,6 +1,6 @@
 """Predictive variances with and without their last term (the paper's Table 1).
 
-T-SGPR with a Matérn-3/2 kernel is trained once a split. Then the test set is predicted with the last term dropped, which
+T-SGPR with a Matérn-3/2 kernel is trained once per split. Then the test set is predicted with the last term dropped, which
 costs nothing beyond SVGP, and with the exact term, which needs the eigenvectors of an N x N matrix. ``optimal``,
 ``subset`` and ``diagonal`` are three other ways, see tighter_gp.predict. Seconds are those of the prediction.
 """
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train once a split, and predict with each method."""
+    """Train once per split, and predict with each method."""
     args = resolve(args, DEFAULTS, SMOKE, METHODS)
     check_regression(args.datasets, args.splits, args.data_dir)
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)

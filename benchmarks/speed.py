@@ -33,6 +33,8 @@ NUM_DIMS = 8
 
 PARTS = ("grid", "scaling", "prediction", "collapsed")
 
+INTERRUPTED = "what was measured is kept in {out}/speed.jsonl; --parts measures the rest"
+
 Step = Callable[[], Any]
 
 _ALGEBRA = ("aten::linalg_solve_triangular", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
@@ -338,7 +340,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=40, help="steps of each method at (512, 1024)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure anew (default: all)")
     parser.add_argument("--large", action="store_true", help="add M = 2048")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled step out")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="the compiled steps too, which take tens of seconds to compile (default: yes, but not with --smoke)",
+    )
     parser.add_argument("--peers", action="store_true", help="add GPflow and GPJax (see `make peers`)")
     parser.add_argument("--peers-dir", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, in seconds")
@@ -349,6 +355,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure, print the table, write lines and figure."""
     folder = writable_folder(args.out)
     grid = SMOKE if args.smoke else (*GRID, *(LARGE if args.large else ()))
+    if args.compile is None:
+        args.compile = not args.smoke
     if args.smoke:
         args.repeats = 3
     path = folder / "speed.jsonl"
@@ -470,6 +478,6 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             if line["experiment"] == "speed scaling":
                 label = f"{line['axis'].replace('_', ' ')}: exponent {line['exponent']:.2f}"
                 right.loglog(line["sizes"], line["milliseconds"], marker="o", label=label)
-        right.set(xlabel="size", ylabel="ms a step", title="T-SVGP as one size grows")
+        right.set(xlabel="size", ylabel="ms per step", title="T-SVGP as one size grows")
         right.legend(fontsize=9)
         save(figure, path)

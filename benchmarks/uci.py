@@ -1,6 +1,6 @@
 """Large-scale regression: SVGP, T-SVGP, SOLVE-GP and T-SOLVE-GP on up to two million points (the paper's Section 5.3).
 
-Matérn-3/2 kernel with one lengthscale a dimension, mini-batches, Adam with a learning rate that falls to zero. Methods
+Matérn-3/2 kernel with one lengthscale per dimension, mini-batches, Adam with a learning rate that falls to zero. Methods
 that are compared share inducing points, seed, batches and budget. Both bounds are evaluated on the whole training set at
 each run's own parameters. Numbers are in units of the standardised target.
 """
@@ -119,7 +119,7 @@ class Trace:
         return {"points": self.points}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.points = state["points"]
 
 

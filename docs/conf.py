@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-import dataflow  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
 
 import tighter_gp  # noqa: E402
 
@@ -49,7 +47,7 @@ pygments_style, pygments_dark_style = "default", "github-dark"
 
 
 def _gather(app: Any) -> None:
-    """Copy the notebooks, and draw the picture of the data flow."""
+    """Copy the notebooks."""
     target = HERE / "notebooks"
     target.mkdir(exist_ok=True)
     wanted = {path.name: path for path in (HERE.parent / "notebooks").glob("*.ipynb")}
@@ -60,7 +58,6 @@ def _gather(app: Any) -> None:
         copy = target / name
         if not copy.exists() or copy.read_bytes() != path.read_bytes():
             shutil.copyfile(path, copy)
-    (HERE / "dataflow.svg").write_text(dataflow.svg(), encoding="utf-8")
 
 
 def _skip(app: Any, what: str, name: str, value: object, skip: bool, options: Any) -> bool | None:
@@ -68,7 +65,27 @@ def _skip(app: Any, what: str, name: str, value: object, skip: bool, options: An
     return True if type(value).__name__ == "_tuplegetter" else None
 
 
+# Modules that users import from the top of the package, and where they live.
+ALIASES = {"tighter_gp.blocks.": "tighter_gp.conditionals.blocks.", "tighter_gp.bounds.": "tighter_gp.maths.bounds."}
+
+
+def _resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Find a name under its alias, or at the top of the package."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    names = [real + target.removeprefix(alias) for alias, real in ALIASES.items() if target.startswith(alias)]
+    for name in (*names, f"tighter_gp.{target.rpartition('.')[2]}"):
+        found = env.get_domain("py").resolve_xref(
+            env, node["refdoc"], app.builder, node["reftype"], name, node, content
+        )
+        if found is not None:
+            return found
+    return None
+
+
 def setup(app: Any) -> None:
-    """Connect the two."""
+    """Connect the three."""
+    app.connect("missing-reference", _resolve)
     app.connect("builder-inited", _gather)
     app.connect("autodoc-skip-member", _skip)

@@ -11,7 +11,6 @@ This notebook fits one small data set in four ways and then looks at the reason.
 """
 
 # %%
-import os
 from pathlib import Path
 
 import gpytorch
@@ -21,17 +20,10 @@ import torch
 
 import tighter_gp
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
+from shared import BLUE, DATA, GREEN, GREY, ORANGE, QUICK, VERMILION
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
 
 # %% [markdown]
 # ## Data
@@ -302,7 +294,7 @@ print(f"mean variance at the training points, exact:   {exact.mean():.5f}")
 # as large as the noise, towards the ends it is larger, and SVGP believes f to be far less certain than the exact GP does.
 # The scale takes a good part of that back.
 #
-# A narrower q(f|u) is not free: it costs $\tfrac12 (m_n - 1 - \log m_n)$ nats a point. At the best $m_n$ the two together
+# A narrower q(f|u) is not free: it costs $\tfrac12 (m_n - 1 - \log m_n)$ nats per point. At the best $m_n$ the two together
 # come to $\tfrac12 \log(1 + d_n/\sigma^2)$, where SVGP pays $\tfrac12 d_n/\sigma^2$.
 
 # %%
@@ -322,7 +314,7 @@ total = {
     "tighter": tighter_gp.bounds.log_penalty(residual, noise).item() / len(x),
 }
 for name, price in total.items():
-    print(f"{name:8s} pays {price:.4f} nats a point on these data, at the same parameters")
+    print(f"{name:8s} pays {price:.4f} nats per point on these data, at the same parameters")
 
 # %% [markdown]
 # The standard price grows in proportion to $d_n/\sigma^2$. The cheapest way out is to raise $\sigma^2$ and to lower the

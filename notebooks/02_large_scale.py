@@ -1,6 +1,6 @@
 # %% [markdown]
 """
-# Many data: mini-batches, placement, natural gradients
+# Large data: mini-batches, placement, natural gradients
 
 This notebook trains a tighter SVGP on more data than an exact GP could take. It shows where to put the inducing points,
 how to train in mini-batches with early stopping and checkpoints, how natural gradients compare with Adam, and how to
@@ -8,7 +8,6 @@ compile a step. The notes at the end are about GPUs and several processes.
 """
 
 # %%
-import os
 import shutil
 import tempfile
 import time
@@ -21,15 +20,7 @@ import torch
 
 import tighter_gp
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
+from shared import BLUE, DATA, ORANGE, QUICK, VERMILION, device
 
 # %% [markdown]
 # ## Data
@@ -155,7 +146,7 @@ plt.show()
 #
 # `fit` draws batches by index on the device of the data. `validation=` is held out; after `patience` validations without
 # a better one the run stops, and it ends with the best parameters in any case. `checkpoint=` keeps the state of the run in
-# a file, and `resume=True` goes on from there with the same numbers as if nothing had happened.
+# a file, and `resume=True` continues from there with the same numbers as if nothing had happened.
 
 # %%
 num_inducing = 8 if QUICK else 64
@@ -246,7 +237,7 @@ for ax in axes:
 plt.show()
 for name, history in curves.items():
     print(
-        f"{name:18s} {1000 * history.seconds / history.steps:6.2f} ms a step, last NLPD {history.validation[-1][1]:.4f}"
+        f"{name:18s} {1000 * history.seconds / history.steps:6.2f} ms per step, last NLPD {history.validation[-1][1]:.4f}"
     )
 
 # %% [markdown]
@@ -282,7 +273,7 @@ options = {} if can_compile else {"backend": "eager"}
 
 
 def clock(step, repeats=1 if QUICK else 60):
-    """Milliseconds a step, best of three."""
+    """Milliseconds per step, best of three."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -316,7 +307,7 @@ started = time.perf_counter()
 compiled_step(x, y)
 first = time.perf_counter() - started
 compiled = clock(lambda: compiled_step(x, y))
-print(f"eager {eager:.2f} ms a step; captured {compiled:.2f} ms a step; the first call took {first:.1f} s")
+print(f"eager {eager:.2f} ms per step; captured {compiled:.2f} ms per step; the first call took {first:.1f} s")
 print(f"compiled: {bool(can_compile)}; steps that failed and were not taken: {int(compiled_step.failed)}")
 
 # %% [markdown]

@@ -10,7 +10,6 @@ a softmax. On the way it says which of the objectives are strict lower bounds on
 # %%
 import gzip
 import math
-import os
 import warnings
 from pathlib import Path
 
@@ -23,17 +22,9 @@ from sklearn.datasets import load_digits
 import tighter_gp
 from tighter_gp.conditionals import BetaConditional
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
+from shared import BLUE, DATA, GREEN, ORANGE, PURPLE, QUICK, VERMILION, device
 
 torch.set_default_dtype(torch.float64)
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
 
 # %% [markdown]
 # ## Two classes in the plane
@@ -67,7 +58,7 @@ print(f"{len(train_y)} training points, {num_inducing} inducing points")
 # | `"scalar"` | one $m$ for all points | one, learned |
 # | `"beta"` | $m_n = \beta / (\beta + d_n)$ | one, learned |
 # | `"optimal"` | $m_n = 1/(1 + \lambda_n d_n)$, the best at the current q | none |
-# | `PerPoint(N)` | one $m_n$ a training point | one a point, learned |
+# | `PerPoint(N)` | one $m_n$ per training point | one per point, learned |
 #
 # Here $d_n$ is the variance that the inducing points leave unexplained, and $\lambda_n$ the expected curvature of
 # $-\log p(y_n|f)$, which plays the part of $1/\sigma^2$. SVGP has $m_n = 1$.
@@ -297,7 +288,7 @@ class DigitGP(gpytorch.models.ApproximateGP):
     """Ten latent functions with one kernel."""
 
     def __init__(self, inducing_points, conditional):
-        """`conditional` as above; with one parameter a class where it has any."""
+        """`conditional` as above; with one parameter per class where it has any."""
         batch_shape = torch.Size([num_classes])
         q = gpytorch.variational.CholeskyVariationalDistribution(len(inducing_points), batch_shape=batch_shape)
         strategy = tighter_gp.TighterVariationalStrategy(self, inducing_points, q, conditional=conditional)

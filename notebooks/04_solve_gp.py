@@ -9,7 +9,6 @@ where the tighter bound comes in, and what it all costs.
 """
 
 # %%
-import os
 import time
 
 import gpytorch
@@ -19,18 +18,10 @@ import torch
 
 import tighter_gp
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
+from shared import BLUE, DATA, GREEN, ORANGE, QUICK, VERMILION, device
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
 
 # %% [markdown]
 # ## Data
@@ -249,7 +240,7 @@ def step_time(*sets, repeats=2 if QUICK else 5):
 
 
 times = {"T-SVGP": [], "T-SOLVE-GP": []}
-print(f"{'points':>8s}" + "".join(f"{name:>14s}" for name in times) + "   (ms a step)")
+print(f"{'points':>8s}" + "".join(f"{name:>14s}" for name in times) + "   (ms per step)")
 for size in sizes:
     chosen = tighter_gp.inducing.random_subset(train_x, size).float()
     times["T-SVGP"].append(step_time(chosen))

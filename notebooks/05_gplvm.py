@@ -9,7 +9,6 @@ rows in it and fills in missing entries.
 
 # %%
 import io
-import os
 import tarfile
 from pathlib import Path
 
@@ -21,24 +20,9 @@ import torch
 import tighter_gp
 from tighter_gp import gplvm
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
+from shared import BLUE, DATA, GREEN, QUICK, VERMILION, device
 
 torch.set_default_dtype(torch.float64)
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {
-        "figure.dpi": 80,
-        "axes.grid": True,
-        "axes.prop_cycle": plt.cycler(color=[BLUE, VERMILION, GREEN, PURPLE, ORANGE]),
-        "axes.titlelocation": "left",
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-    }
-)
 
 # %% [markdown]
 # ## Data
@@ -82,7 +66,7 @@ print(f"{len(train)} training rows and {len(test)} new rows of {train.size(-1)} 
 # `BayesianGPLVM.from_data` starts from the principal components. `fit` trains in mini-batches; for a latent-variable model
 # its inputs are `None`, and the objective gets the positions of the rows instead.
 #
-# Both bounds go on from a common warm start with the standard one. `objective=gpytorch.mlls.VariationalELBO` gives the
+# Both bounds continue from a common warm start with the standard one. `objective=gpytorch.mlls.VariationalELBO` gives the
 # standard bound (V-BGPLVM), the default the tighter one.
 
 # %%

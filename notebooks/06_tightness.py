@@ -7,8 +7,6 @@ notebook walks along the chain, shows what moves its links apart, and uses `diag
 """
 
 # %%
-import os
-
 import gpytorch
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,18 +14,10 @@ import torch
 
 import tighter_gp
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
+from shared import BLUE, DATA, GREEN, GREY, ORANGE, PURPLE, QUICK, VERMILION, device
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
 
 # %% [markdown]
 # ## Data
@@ -208,7 +198,7 @@ axes[0].axhline(1.0, color="black", linewidth=1, linestyle=":", label="right")
 axes[1].axhline(0.0, color="black", linewidth=1, linestyle=":", label="no difference")
 axes[0].set(title="Learnt noise over true noise", xlabel="true noise variance", ylabel="ratio")
 axes[1].set(
-    title="Test points: difference of NLPD", xlabel="true noise variance", ylabel="nats a point (below 0: better)"
+    title="Test points: difference of NLPD", xlabel="true noise variance", ylabel="nats per point (below 0: better)"
 )
 for ax in axes:
     ax.legend(fontsize="small")
@@ -222,7 +212,7 @@ plt.show()
 # ## Blocks
 #
 # Where the tighter bound is not enough and more inducing points are too expensive, blocks are a third way. Near points share
-# much of their residual, so they should be in one block. The bound rises as blocks are merged, from F4 with one point a
+# much of their residual, so they should be in one block. The bound rises as blocks are merged, from F4 with one point per
 # block to F8 with all in one, and so does the cost.
 
 # %%
@@ -244,7 +234,7 @@ ax.semilogx(block_sizes, near, color=ORANGE, marker="o", label="near points in a
 ax.semilogx(block_sizes, shuffled, color=GREY, marker="s", label="random points in a block")
 ax.axhline(reference.tighter / num_data, color=VERMILION, linestyle="--", label="F4, tighter")
 ax.axhline(reference.full / num_data, color=GREEN, linestyle="--", label="F8, full")
-ax.set(title="Bound against size of the blocks", xlabel="points a block", ylabel="nats per datum")
+ax.set(title="Bound against size of the blocks", xlabel="points per block", ylabel="nats per datum")
 ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 plt.show()
 
@@ -264,7 +254,7 @@ for bound in ("titsias", "tighter", "block"):
     nlpd = -likelihood.log_marginal(test_y, tighter_gp.predict(model, test_x)).mean().item()
     seconds = history.seconds / history.steps
     print(
-        f"{bound:8s} bound {value:8.4f}  noise {likelihood.noise.item():.4f}  NLPD {nlpd:8.4f}  {seconds:.3f} s a step"
+        f"{bound:8s} bound {value:8.4f}  noise {likelihood.noise.item():.4f}  NLPD {nlpd:8.4f}  {seconds:.3f} s per step"
     )
 
 # %% [markdown]

@@ -9,7 +9,6 @@ test function with few inducing points, and then runs a short optimisation.
 
 # %%
 import functools
-import os
 import time
 import warnings
 
@@ -26,9 +25,7 @@ from gpytorch.variational import VariationalStrategy
 
 import tighter_gp
 
-QUICK = os.environ.get("TIGHTER_GP_QUICK") == "1"
-DATA = os.environ.get("TIGHTER_GP_DATA")
-device = "cuda" if torch.cuda.is_available() else "cpu"
+from shared import BLUE, DATA, QUICK, VERMILION, device
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
@@ -36,12 +33,6 @@ warnings.filterwarnings("ignore", category=OptimizationWarning)  # L-BFGS stops 
 warnings.filterwarnings(
     "ignore", category=InputDataWarning
 )  # targets are standardised once, with the first evaluations
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F"
-plt.rcParams.update(
-    {"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "axes.titlelocation": "left"}
-)
 
 # %% [markdown]
 # ## A test function

@@ -61,7 +61,7 @@ def test_compiled_step_has_the_numbers_of_the_eager_one_in_float32():
 
 
 def test_step_with_a_fused_optimizer_reads_nothing_back(monkeypatch):
-    """Inside the graph nothing can be read (fullgraph); around it this watches every way of Python to a value."""
+    """Inside the graph nothing can be read (fullgraph); around it this watches every way in which Python can read a value."""
     mll, x, y = make()
     optimizer = torch.optim.Adam(mll.parameters(), lr=0.01, fused=True)
     step = tighter_gp.CompiledStep(mll, optimizer, **EAGER)

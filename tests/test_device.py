@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tighter_gp
-from tests.factories import GP
+from tests.tools.factories import GP
 
 V = gpytorch.variational
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -129,7 +129,7 @@ def test_a_step_reads_back_one_value(case):
 
 
 class Softmax(GP):
-    """Three latent functions with one kernel, one set of inducing points and one label a point."""
+    """Three latent functions with one kernel, one set of inducing points and one label per point."""
 
     def __init__(self):
         def make(model):
@@ -141,7 +141,7 @@ class Softmax(GP):
 
 
 def several():
-    """Steps that are not a model with one target a point: name, model, and a step at a device."""
+    """Steps that are not a model with one target per point: name, model, and a step at a device."""
     softmax = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
 
     def label_step(model, device):

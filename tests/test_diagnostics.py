@@ -10,8 +10,8 @@ import torch
 from tighter_gp.blocks import Blocks, partition
 
 import tighter_gp
-from tests import dense
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools import dense
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.diagnostics import diagnose
 from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
 

@@ -11,9 +11,9 @@ from gpytorch.settings import observation_nan_policy
 from gpytorch.variational import VariationalStrategy
 
 import tighter_gp
-from tests import dense
-from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS, assert_state, double_problem, randomize_q, state
+from tests.tools import dense
+from tests.tools.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.support import Q_FORMS, assert_state, double_problem, randomize_q, state
 from tighter_gp import TighterELBO, evaluate_bound, set_optimal_q
 
 P = double_problem()

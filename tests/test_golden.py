@@ -7,9 +7,7 @@ variance of a T-SVGP the golden one plus the jitter.
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 
 import gpytorch
 import pytest
@@ -17,11 +15,11 @@ import torch
 from gpytorch.mlls import ExactMarginalLogLikelihood, VariationalELBO
 
 import tighter_gp
-from tests import dense
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS
+from tests.tools import dense
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.golden import VECTORS
+from tests.tools.support import Q_FORMS
 
-VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())
 RELATIVE = 1e-9
 
 
@@ -182,7 +180,7 @@ def test_evaluate_bound_at_the_optimal_q_is_the_collapsed_bound(case, batch_size
 @pytest.mark.parametrize(("bound", "name"), [("titsias", "F1"), ("spherical", "F5"), ("tighter", "F4")])
 def test_drop_in_kernel(case, bound, name):
     if name not in case.entry["expected"]:
-        pytest.skip("the golden case has one noise a point")
+        pytest.skip("the golden case has one noise variance per point")
     model = case.collapsed(bound)
     value = case.size * ExactMarginalLogLikelihood(model.likelihood, model)(model(case.X), case.y)
     close(value, case[name])

@@ -4,9 +4,9 @@ import gpytorch
 import pytest
 import torch
 
-from tests import dense
-from tests.factories import make_kernel
-from tests.support import LargestOutput
+from tests.tools import dense
+from tests.tools.factories import make_kernel
+from tests.tools.support import LargestOutput
 from tighter_gp import inducing
 
 METHODS = ["kmeans", "greedy", "random"]

@@ -9,9 +9,9 @@ from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.variational import IndependentMultitaskVariationalStrategy, VariationalStrategy
 
 import tighter_gp
-from tests import dense
-from tests.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS, double_problem, randomize_q
+from tests.tools import dense
+from tests.tools.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.support import Q_FORMS, double_problem, randomize_q
 from tighter_gp.posterior import posterior_of, require_gaussian, tighter_strategy
 
 P = double_problem()

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tighter_gp
-from tests import dense
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools import dense
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp import bounds, linalg
 
 COMMON = {"deadline": None, "database": None}

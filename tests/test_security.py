@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import data, runs
 from benchmarks.errors import UserError
-from tests.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tighter_gp.training import checkpoint as checkpoints
 from tighter_gp.training import fit
 

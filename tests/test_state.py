@@ -16,8 +16,8 @@ import torch
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 
 import tighter_gp
-from tests import factories
-from tests.factories import GP, make_kernel, make_noise
+from tests.tools import factories
+from tests.tools.factories import GP, make_kernel, make_noise
 from tighter_gp.gplvm import BayesianGPLVM, LatentVariableELBO, VariationalLatents
 
 N, M, D = 23, 5, 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -157,8 +156,8 @@ def _collapsed_bound(
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
         price = _price(projector, name, labels, x, sums.residual, noise, seen)
     quadratic = misfit + core.weights.square().sum(-1)
-    # Whole batches have one count; a batch of models may miss different targets.
-    constant = collapsed_log_prob(quadratic, core.log_det, log_noise, 0) - 0.5 * seen.sum(-1) * math.log(2 * math.pi)
+    # A batch of models may miss different targets.
+    constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
     return (constant - price).to(y.dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.gplvm import BayesianGPLVM, LatentVariableELBO
 
 N, M, D = 53, 6, 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tighter_gp
-from tests.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import M, N, data, problem
 from tighter_gp.training import fit
 from tighter_gp.training.batches import ArrayBatches

@@ -17,7 +17,7 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import NaturalVariationalDistribution
 
 import tighter_gp
-from tests.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import (
     Count,
     D,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tighter_gp
-from tests.factories import make_kernel, make_noise
+from tests.tools.factories import make_kernel, make_noise
 from tests.training.problems import D, M, N, collapsed, data, problem
 from tighter_gp.training import fit, mean_nlpd
 

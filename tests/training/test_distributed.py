@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 import tighter_gp
-from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.training import distributed, fit
 from tighter_gp.training.batches import ArrayBatches
 from tighter_gp.training.loaders import LoaderBatches

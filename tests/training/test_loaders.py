@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import tighter_gp
-from tests.factories import make_noise
+from tests.tools.factories import make_noise
 from tests.training.problems import Interrupted, M, N, data, interrupt_at, problem
 from tighter_gp.training import fit, loaders
 from tighter_gp.training.loaders import LoaderBatches

@@ -12,9 +12,9 @@ from gpytorch import variational
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tighter_gp
-from tests import dense
-from tests.factories import GP, make_gp, make_kernel, make_noise
-from tests.support import Q_FORMS, randomize_q
+from tests.tools import dense
+from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tests.tools.support import Q_FORMS, randomize_q
 from tighter_gp.maths import natural as closed_form
 from tighter_gp.training import NaturalGradient, NaturalGradients, natural_forms
 

@@ -12,7 +12,7 @@ from gpytorch.models.deep_gps import DeepGP
 from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
-from tests.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import D, M, N, collapsed, data, parameters, problem, svgp
 from tighter_gp.training import fit, mean_nlpd, run, validation
 

@@ -6,7 +6,7 @@ q(u) is at its optimum and the expectations over q(x) are those of :mod:`~tighte
 =============================  =======================================================================  ========================
 bound                          price of the residual variance                                           name
 =============================  =======================================================================  ========================
-:func:`titsias_bound`         :math:`\tfrac12 \sum_{np} \langle d_n \rangle / \sigma_p^2`              V-BGPLVM
+:func:`titsias_bound`          :math:`\tfrac12 \sum_{np} \langle d_n \rangle / \sigma_p^2`              V-BGPLVM
 :func:`constant_scale_bound`   :math:`\tfrac12 \sum_{np} \log(1 + \langle d_n \rangle / \sigma_p^2)`    one :math:`m_n` for all x
 :func:`tighter_bound`          :math:`\tfrac12 \sum_{np} \langle \log(1 + d_n(x_n)/\sigma_p^2)\rangle`  TV-BGPLVM
 =============================  =======================================================================  ========================
@@ -17,7 +17,6 @@ in increasing order. The paper prints the middle one with another scale, :math:`
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -185,9 +184,8 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
     core = collapse(sums.gram.expand(num_outputs, -1, -1), sums.linear)
     log_noise = _total(problem, noise.log().expand(problem.targets.size(0), -1))
     quadratic = (_filled(problem).square() / noise).sum() - (sums.linear * core.weights).sum()
-    count = problem.targets.numel() if problem.observed is None else 0
-    missing = 0.0 if problem.observed is None else 0.5 * math.log(2 * math.pi) * problem.observed.sum()
-    return collapsed_log_prob(quadratic, core.log_det.sum(), log_noise, count) - missing
+    count = problem.targets.numel() if problem.observed is None else problem.observed.sum().to(problem.targets.dtype)
+    return collapsed_log_prob(quadratic, core.log_det.sum(), log_noise, count)
 
 
 def latent_kl(problem: LatentProblem) -> Tensor:

@@ -75,7 +75,7 @@ def collapse(gram: Tensor, linear: Tensor, factorize: Callable[[Tensor], Tensor]
     return Collapsed(factor, torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1))
 
 
-def collapsed_log_prob(quadratic: Tensor, log_det: Tensor, log_noise: Tensor, num_data: int) -> Tensor:
+def collapsed_log_prob(quadratic: Tensor, log_det: Tensor, log_noise: Tensor, num_data: int | Tensor) -> Tensor:
     r""":math:`-\tfrac12 [N \log 2\pi + y^\top (A^\top A + \Sigma)^{-1} y + \log |I + G| + \sum_n \log \sigma_n^2]`.
 
     :param quadratic: The quadratic form. As :math:`\sum_n (y_n - a_n^\top w)^2/\sigma_n^2 + \lVert w \rVert^2` with

@@ -75,7 +75,20 @@ def data_terms(
         >>> bool(terms.conditional >= 0)
         True
     """
-    carrier = carrier_of(likelihood, q)
+    return carried_terms(carrier_of(likelihood, q), likelihood, q, target, mask=mask, beta=beta, **kwargs)
+
+
+def carried_terms(
+    carrier: Carrier,
+    likelihood: Any,
+    q: MultivariateNormal,
+    target: Tensor,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 1.0,
+    **kwargs: Any,
+) -> DataTerms:
+    """:func:`data_terms` of a q(f) whose carrier is known."""
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
     if mask is not None:
         target = filled(target, mask)

@@ -19,7 +19,7 @@ from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.properties import is_gaussian, is_log_concave, observed
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
-from .data_terms import DataTerms, carrier_of, check_target, data_terms, no_closed_form
+from .data_terms import DataTerms, carried_terms, carrier_of, check_target, no_closed_form
 from .wrapped import wrapped_kl_divergence
 
 
@@ -151,7 +151,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             )
         check_target(self.likelihood, q, target)
         mask = observed(self.likelihood, target, q.event_shape)
-        terms = data_terms(self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
+        terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
         return terms._replace(conditional=terms.conditional + self._hidden_penalty(carrier, num_batch))
 
     def _hidden_penalty(self, carrier: Carrier, num_batch: int) -> Tensor | float:

@@ -155,7 +155,7 @@ def _train_hyperparameters(
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
-    for parameter in parameters:
+    for parameter in gp.parameters():
         parameter.grad = None
 
 

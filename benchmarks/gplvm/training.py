@@ -1,0 +1,227 @@
+"""The two ways to train a GPLVM: mini-batches from a common warm start, and the collapsed bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpytorch.mlls import VariationalELBO
+from torch import Tensor
+
+import tighter_gp
+from tighter_gp import gplvm
+from tighter_gp.gplvm import collapsed
+from tighter_gp.training import History, Step, fit
+
+from .rows import Data
+
+# Draws of x: in training the collapsed bound has few Sobol points, in the evaluation many others. The sampled bound is
+# evaluated in rounds, whose spread gives a standard error.
+TRAIN_NODES = 8
+_TEST_NODES = 256
+_TEST_ROUNDS, _TEST_SAMPLES, _TRACE_SAMPLES = 8, 32, 8
+_TRACE_POINTS = 100
+LATENT_DIM, FIRST_NOISE = 10, 0.05
+
+
+def start(data: Data, num_inducing: int, seed: int) -> gplvm.BayesianGPLVM:
+    """The model that all methods start from."""
+    generator = torch.Generator().manual_seed(seed)
+    model = gplvm.BayesianGPLVM.from_data(data.train, LATENT_DIM, num_inducing, generator=generator)
+    model.likelihood.noise = FIRST_NOISE
+    tighter_gp.set_optimal_q(model, model.likelihood, model.latents.q().mean.detach(), data.train.mT)
+    return model
+
+
+class Trace:
+    """Callback of :func:`~tighter_gp.fit` that notes the bound of all rows now and then, with the same draws each time.
+
+    Its state is in the checkpoint, so that an interrupted run keeps what it noted.
+
+    :param elbo: The bound.
+    :param every: Steps between notes.
+    :param offset: Steps before this training.
+    """
+
+    def __init__(self, elbo: gplvm.LatentVariableELBO, targets: Tensor, every: int, offset: int = 0) -> None:
+        self.elbo, self.targets, self.every, self.offset = elbo, targets, every, offset
+        self.points: list[dict[str, float]] = []
+
+    def __call__(self, state: Step) -> None:
+        """After a step."""
+        if state.step % self.every == 0:
+            torch.manual_seed(0)
+            value = self.elbo.evaluate(self.targets, num_samples=_TRACE_SAMPLES).item()
+            self.points.append({"step": self.offset + state.step, "bound": value})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was noted."""
+        return {"points": self.points}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.points = state["points"]
+
+
+class WarmStart(NamedTuple):
+    """Where both methods of a pair continue from."""
+
+    state: dict[str, Any]
+    seconds: float
+    steps: int
+    trace: list[dict[str, float]]
+
+
+def warm_start(run: dict[str, Any], data: Data, checkpoint: Path) -> WarmStart:
+    """Training with the base bound, from principal components.
+
+    The same for both methods: what the first has done the second finds in the checkpoint.
+    """
+    config, model = run["config"], start(data, run["num_inducing"], run["seed"])
+    if not config["warmup_epochs"]:
+        return WarmStart(model.state_dict(), seconds=0.0, steps=0, trace=[])
+    history, trace = fit_batches(
+        model,
+        make_elbo(model, data, tighter=False),
+        data,
+        run,
+        config["warmup_epochs"],
+        config["warmup_lr"],
+        notes=8,
+        checkpoint=checkpoint,
+        resume=True,
+    )
+    return WarmStart(model.state_dict(), history.seconds, history.steps, trace.points)
+
+
+def make_elbo(model: gplvm.BayesianGPLVM, data: Data, tighter: bool) -> gplvm.LatentVariableELBO:
+    """TV-BGPLVM's bound or V-BGPLVM's."""
+    objective = None if tighter else VariationalELBO
+    return gplvm.LatentVariableELBO(model.likelihood, model, len(data.train), objective=objective)
+
+
+def fit_batches(
+    model: gplvm.BayesianGPLVM,
+    elbo: gplvm.LatentVariableELBO,
+    data: Data,
+    run: dict[str, Any],
+    epochs: int,
+    lr: float,
+    *,
+    notes: int = 16,
+    offset: int = 0,
+    **kwargs: Any,
+) -> tuple[History, Trace]:
+    """Mini-batches: Adam, and SparseAdam for the latents, at a rate that falls to zero."""
+    batch_size = run["config"]["batch_size"]
+    steps = epochs * math.ceil(len(data.train) / batch_size)
+    trace = Trace(elbo, data.train, max(1, steps // notes), offset)
+    history = fit(
+        model,
+        model.likelihood,
+        None,
+        data.train,
+        objective=lambda likelihood, model, num_data: elbo,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        seed=run["seed"],
+        callbacks=[trace],
+        progress=False,
+        **kwargs,
+    )
+    return history, trace
+
+
+def train_batches(
+    run: dict[str, Any], data: Data, tighter: bool, warm_checkpoint: Path, checkpoint: Path, resume: bool
+) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
+    """The method's own bound from the common warm start."""
+    config, warm = run["config"], warm_start(run, data, warm_checkpoint)
+    model = start(data, run["num_inducing"], run["seed"])
+    model.load_state_dict(warm.state)
+    history, trace = fit_batches(
+        model,
+        make_elbo(model, data, tighter),
+        data,
+        run,
+        config["epochs"],
+        config["lr"],
+        offset=warm.steps,
+        checkpoint=checkpoint,
+        resume=resume,
+    )
+    outcome: dict[str, Any] = {}
+    for name in ("bound_tighter", "bound_base"):
+        value, error = evaluate(make_elbo(model, data, name == "bound_tighter"), data, run["seed"])
+        outcome |= {name: value, f"{name}_se": error}
+    return model, outcome | {
+        "seconds": round(warm.seconds + history.seconds, 3),
+        "steps": warm.steps + history.steps,
+        "warmup_steps": warm.steps,
+        "trace": warm.trace + trace.points,
+    }
+
+
+def evaluate(elbo: gplvm.LatentVariableELBO, data: Data, seed: int) -> tuple[float, float]:
+    """The bound of all rows over many draws of x, the same for every method, and the standard error left by them."""
+    torch.manual_seed(seed)
+    rounds = [elbo.evaluate(data.train, num_samples=_TEST_SAMPLES, batch_size=256).item() for _ in range(_TEST_ROUNDS)]
+    return statistics.fmean(rounds), statistics.stdev(rounds) / math.sqrt(_TEST_ROUNDS)
+
+
+def train_collapsed(run: dict[str, Any], data: Data, tighter: bool) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
+    """All rows at once: L-BFGS."""
+    first = start(data, run["num_inducing"], run["seed"])
+    latents = gplvm.VariationalLatents(first.latents.q().mean, stddev=first.latents.q().stddev, sparse=False)
+    model = gplvm.CollapsedBayesianGPLVM(
+        latents,
+        first.variational_strategy.inducing_points,
+        data.train,
+        first.likelihood,
+        first.covar_module,
+        bound="tighter" if tighter else "titsias",
+        num_nodes=TRAIN_NODES,
+        seed=run["seed"],
+    )
+    iterations, losses = run["config"]["iterations"], []
+    optimizer = torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        history_size=100,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -model()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    started = time.perf_counter()
+    optimizer.step(closure)
+    seconds = time.perf_counter() - started
+    # The best so far: the line search also looks at points that are worse.
+    best = list(itertools.accumulate(losses, min))
+    every = max(1, len(best) // _TRACE_POINTS)
+    trace = [{"step": step, "bound": -best[step]} for step in range(0, len(best), every)]
+    with torch.no_grad():
+        problem, kl = model.problem(), latents.kl_divergence().sum()
+        sums = collapsed.statistics(problem)
+        nodes = collapsed.sobol_nodes(_TEST_NODES, LATENT_DIM, data.train, seed=run["seed"] + 1)
+        bounds = {
+            "bound_tighter": collapsed.tighter_bound(problem, nodes, sums=sums, kl=kl),
+            "bound_base": collapsed.titsias_bound(problem, sums, kl),
+        }
+    outcome: dict[str, Any] = {name: value.item() / len(data.train) for name, value in bounds.items()}
+    outcome |= {"seconds": round(seconds, 3), "steps": len(losses), "trace": trace}
+    return model.uncollapsed(), outcome

@@ -1,0 +1,182 @@
+"""The experiments run, are interrupted, and resume to the same numbers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+
+import tighter_gp
+from benchmarks import runs, uci
+from tests.benchmarks.support import (
+    EXPERIMENTS,
+    SMALL,
+    lines,
+    own_set,
+)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_smoke_runs_offline_and_leaves_complete_lines(experiment, smoke):
+    results = lines(smoke / f"{experiment}.jsonl")
+    module = importlib.import_module(f"benchmarks.{experiment}")
+    assert [result["method"] for result in results] == list({**module.DEFAULTS, **module.SMOKE}["methods"])
+    wanted = (
+        "experiment",
+        "dataset",
+        "split",
+        "seed",
+        "config",
+        "seconds",
+        "versions",
+        "commit",
+        "command",
+        "finished",
+    )
+    for result in results:
+        assert set(wanted) <= set(result)
+        assert math.isfinite(result["bound"])
+        assert result["peak_memory_mb"] > 0
+    assert not (smoke / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("experiment", ["snelson", "uci", "mnist"])
+def test_at_each_runs_own_parameters_the_tighter_bound_is_at_least_the_base_bound(experiment, smoke):
+    for result in lines(smoke / f"{experiment}.jsonl"):
+        assert result["bound_tighter"] >= result["bound_base"]
+        assert result["bound"] == result["bound_tighter" if result["method"].startswith("t-") else "bound_base"]
+
+
+def test_without_the_last_term_means_are_the_same_and_variances_larger(smoke):
+    results = {result["method"]: result for result in lines(smoke / "prediction.jsonl")}
+    for result in results.values():
+        assert result["mean_difference"] <= 1e-10
+        assert result["latent_variance"] <= results["drop"]["latent_variance"]
+
+
+def test_a_second_smoke_run_replaces_the_first(cli, tmp_path):
+    for _ in range(2):
+        assert cli("prediction", "--smoke", "--methods", "drop", "--out", tmp_path) == 0
+    assert len(lines(tmp_path / "smoke" / "prediction.jsonl")) == 1
+
+
+def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_one(cli, tmp_path, monkeypatch):
+    own_set(tmp_path)
+    common = (*SMALL, "--methods", "t-svgp", "svgp", "--data-dir", tmp_path, "--traces", "3")
+    assert cli(*common, "--out", tmp_path / "whole") == 0
+
+    class Crash(Exception):
+        pass
+
+    class CrashingTrace(uci.Trace):
+        def __call__(self, state):
+            super().__call__(state)
+            if state.epoch_end and state.epoch == 4 and not self.tighter:
+                raise Crash
+
+    fit = tighter_gp.training.fit
+    with monkeypatch.context() as patched:
+        patched.setattr(uci, "Trace", CrashingTrace)
+        patched.setattr(tighter_gp.training, "fit", lambda *a, **k: fit(*a, **k, checkpoint_every=5))
+        with pytest.raises(Crash):
+            cli(*common, "--out", tmp_path / "parts")
+    assert len(lines(tmp_path / "parts" / "uci.jsonl")) == 1
+    assert len(list((tmp_path / "parts" / "checkpoints").iterdir())) == 1
+    assert cli(*common, "--out", tmp_path / "parts", "--resume") == 0
+
+    whole, parts = (lines(tmp_path / name / "uci.jsonl") for name in ("whole", "parts"))
+    assert len(whole) == len(parts) == 4
+    for expected, found in zip(whole, parts, strict=True):
+        for name in ("method", "split", "bound", "bound_tighter", "bound_base", "rmse", "nlpd", "noise", "steps"):
+            assert found[name] == expected[name]
+        assert [point["bound"] for point in found["trace"]] == [point["bound"] for point in expected["trace"]]
+    assert not (tmp_path / "parts" / "checkpoints").exists()
+
+
+def test_a_run_with_other_settings_takes_nothing_from_a_checkpoint(cli, tmp_path, monkeypatch):
+    own_set(tmp_path)
+    fit = tighter_gp.training.fit
+
+    class Crash(Exception):
+        pass
+
+    def crash(*args, **kwargs):
+        history = fit(*args, **kwargs)
+        if "checkpoint" in kwargs:
+            raise Crash
+        return history
+
+    common = (*SMALL[:-4], "--splits", "0", "--methods", "t-svgp", "--data-dir", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(tighter_gp.training, "fit", crash)
+        with pytest.raises(Crash):
+            cli(*common, "--epochs", "6", "--out", tmp_path / "crashed")
+    assert len(list((tmp_path / "crashed" / "checkpoints").iterdir())) == 1
+    changed = (*common, "--epochs", "3", "--lr", "0.01")
+    assert cli(*changed, "--out", tmp_path / "crashed", "--resume") == 0
+    assert cli(*changed, "--out", tmp_path / "clean") == 0
+    (found,), (expected,) = (lines(tmp_path / name / "uci.jsonl") for name in ("crashed", "clean"))
+    assert found["bound"] == expected["bound"]
+
+
+def test_the_checkpoint_of_a_finished_run_is_forgotten(cli, tmp_path):
+    own_set(tmp_path)
+    common = (*SMALL, "--splits", "0", "--methods", "svgp", "--data-dir", tmp_path, "--out", tmp_path / "out")
+    assert cli(*common) == 0
+    (one,) = lines(tmp_path / "out" / "uci.jsonl")
+    session = runs.Session("uci", argparse.Namespace(out=tmp_path / "out", smoke=False, resume=True, device="cpu"))
+    left = session.checkpoint(one)
+    left.parent.mkdir()
+    left.write_bytes(b"killed before it could be deleted")
+    assert cli(*common, "--resume") == 0
+    assert not left.parent.exists()
+
+
+def test_a_prediction_killed_between_two_methods_is_not_trained_again(cli, tmp_path, monkeypatch):
+    predict = tighter_gp.predict
+
+    class Crash(Exception):
+        pass
+
+    def crash(model, x, last_term="drop", **kwargs):
+        if last_term == "exact":
+            raise Crash
+        return predict(model, x, last_term, **kwargs)
+
+    common = ("prediction", "--smoke", "--methods", "drop", "exact", "--out", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(tighter_gp, "predict", crash)
+        with pytest.raises(Crash):
+            cli(*common)
+    (trained,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert cli(*common, "--resume") == 0
+    after = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert [one["method"] for one in after] == ["drop", "exact"]
+    for name in ("bound", "train_seconds", "steps"):  # the seconds are those of the first training
+        assert after[1][name] == trained[name]
+    assert not (tmp_path / "smoke" / "checkpoints").exists()
+
+
+def test_finished_runs_are_kept_with_resume_and_protected_without(cli, tmp_path, capsys):
+    own_set(tmp_path)
+    common = (*SMALL, "--methods", "svgp", "--data-dir", tmp_path, "--out", tmp_path / "out")
+    assert cli(*common) == 0
+    before = (tmp_path / "out" / "uci.jsonl").read_bytes()
+    assert cli(*common) == 2
+    assert "already holds 2 of these 2 runs: add --resume" in capsys.readouterr().err
+    assert cli(*common, "--resume") == 0
+    assert (tmp_path / "out" / "uci.jsonl").read_bytes() == before
+    assert cli(*common, "--resume", "--seed", "0", "1") == 0
+    assert len(lines(tmp_path / "out" / "uci.jsonl")) == 4
+
+
+def test_a_run_that_learnt_the_mean_is_flagged(cli, tmp_path):
+    target = own_set(tmp_path, rows=400)
+    table = np.loadtxt(target / "data.csv.gz", delimiter=",")
+    table[:, -1] = np.random.RandomState(1).randn(len(table))
+    np.savetxt(target / "data.csv.gz", table, delimiter=",")
+    assert cli(*SMALL, "--methods", "svgp", "--splits", "0", "--data-dir", tmp_path, "--out", tmp_path) == 0
+    assert lines(tmp_path / "uci.jsonl")[0]["flags"] == ["learnt the mean"]

@@ -1,0 +1,276 @@
+"""The chunked collapsed bound equals the dense one, and its model predicts from sums."""
+
+from __future__ import annotations
+
+import copy
+
+import gpytorch
+import pytest
+import torch
+
+import tighter_gp
+from tests.predictions.test_latent import LargestDouble, Plain
+from tests.tools import dense
+from tests.tools.factories import make_kernel, make_noise
+from tests.tools.support import LargestOutput
+from tighter_gp.collapsed import collapsed_gp
+
+DENSE = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4}
+
+
+@pytest.mark.parametrize("bound", DENSE)
+@pytest.mark.parametrize("chunk_size", [1, 5, 17, 100])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_chunked_bound_is_the_dense_bound(bound, chunk_size, hetero):
+    p = dense.problem(3, hetero=hetero)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise, bound=bound, chunk_size=chunk_size)
+    torch.testing.assert_close(value, DENSE[bound](p), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("bound", DENSE)
+def test_chunked_gradient_is_that_of_the_unchunked_bound(bound):
+    p = dense.problem(4)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    z, y, noise = p.z.clone().requires_grad_(), p.y.clone().requires_grad_(), p.noise[:1].clone().requires_grad_()
+    tensors = [z, y, noise, *kernel.parameters()]
+
+    def gradients(value):
+        return torch.autograd.grad(value, tensors)
+
+    functions = {
+        "titsias": tighter_gp.bounds.titsias_bound,
+        "spherical": tighter_gp.bounds.spherical_bound,
+        "tighter": tighter_gp.bounds.tighter_bound,
+    }
+    projection = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(kernel(z).to_dense()), kernel(z, p.x).to_dense(), upper=False
+    )
+    residual = kernel(p.x, diag=True) - projection.square().sum(0)
+    expected = gradients(functions[bound](projection, y, noise, residual))
+    chunked = gradients(tighter_gp.collapsed_bound(kernel, z, p.x, y, noise, bound=bound, chunk_size=4))
+    for mine, theirs in zip(chunked, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
+
+
+def test_a_kernel_that_is_not_lowered_works_too():
+    p = dense.problem(5)
+    base = Plain(ard_num_dims=2)
+    kernel = gpytorch.kernels.ScaleKernel(base)
+    kernel.outputscale, base.lengthscale = p.variance, p.lengthscales
+    torch.testing.assert_close(
+        tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise), dense.f4(p), rtol=1e-10, atol=0
+    )
+
+
+def test_small_noise_keeps_the_quadratic_form_exact():
+    """Targets in the span of the projection, so that y'y/noise and its reduction agree to ten digits and cancel."""
+    p = dense.problem(6)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    L = torch.linalg.cholesky(p.Kuu)
+    A = torch.linalg.solve_triangular(L, p.Kuf, upper=False)
+    y, noise = A.T @ torch.randn(len(p.z)), torch.full((len(p.x),), 1e-11)
+    # yᵀ(AᵀA + s I)⁻¹y for y = Aᵀb is bᵀ(AAᵀ + sI)⁻¹AAᵀb, which no cancellation touches.
+    b = torch.linalg.lstsq(A.T, y).solution
+    G = A @ A.T
+    quadratic = b @ torch.linalg.inv(G + 1e-11 * torch.eye(len(b))) @ G @ b
+    log_det = torch.linalg.slogdet(G + 1e-11 * torch.eye(len(b))).logabsdet + (len(y) - len(b)) * torch.log(noise[0])
+    base = -0.5 * (len(y) * torch.log(torch.tensor(2 * torch.pi)) + quadratic + log_det)
+    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, y, noise, chunk_size=5)
+    penalty = 0.5 * torch.log1p(p.d.clamp_min(0) / noise).sum()
+    torch.testing.assert_close(value, base - penalty, rtol=1e-6, atol=0)
+
+
+def make_model(p, **kwargs):
+    kernel, likelihood = make_kernel(p.kernel, p.variance, p.lengthscales), make_noise(p.noise[0])
+    return tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, likelihood, chunk_size=5, **kwargs)
+
+
+def test_model_predicts_as_the_dense_posterior():
+    p = dense.problem(7)
+    mean, cov = dense.optimal_q(p)
+    x = 3 * torch.rand(6, 2)
+    k = dense.KERNELS[p.kernel]
+    a = torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ k(p.z, x, p.variance, p.lengthscales)
+    q = make_model(p).predict(x)
+    torch.testing.assert_close(q.mean, a.T @ mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        q.variance, p.variance - (a * a).sum(0) + (a.T @ cov @ a).diagonal(), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_the_second_prediction_makes_no_pass_over_the_data(monkeypatch):
+    p = dense.problem(8)
+    model = make_model(p)
+    passes = []
+    original = collapsed_gp.data_sums
+    monkeypatch.setattr(collapsed_gp, "data_sums", lambda *args: passes.append(1) or original(*args))
+    first = model.predict(p.x).mean
+    torch.testing.assert_close(model.predict(p.x).mean, first, rtol=0, atol=0)
+    assert len(passes) == 1
+    model.covar_module.outputscale = 2.0  # written through .data, which no version counter sees
+    assert not torch.equal(model.predict(p.x).mean, first)
+    assert len(passes) == 2
+    copy.deepcopy(model).predict(p.x)
+
+
+class Shifted(gpytorch.means.Mean):
+    """Has a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(0.3))
+
+    def forward(self, x):
+        return self.shift.expand(x.shape[:-1])
+
+
+def change_noise(model):
+    model.likelihood.noise = torch.full((17,), 5.0)
+
+
+def change_jitter(model):
+    model.jitter_val = 0.5
+
+
+def change_buffer(model):
+    model.mean_module.shift.data.add_(1.0)
+
+
+@pytest.mark.parametrize("change", [change_noise, change_jitter, change_buffer])
+def test_predictions_follow_what_is_no_parameter(change):
+    p = dense.problem(8, hetero=True)
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    model = tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, make_noise(p.noise), Shifted())
+    predict = lambda gp: [gp.predict(p.x[:5]).mean, tighter_gp.predict(gp, p.x[:5], "exact").mean]
+    before = predict(model)
+    change(model)
+    for old, new, fresh in zip(before, predict(model), predict(copy.deepcopy(model)), strict=True):
+        assert (new - old).abs().max() > 1e-3
+        assert torch.equal(new, fresh)
+
+
+def test_test_inputs_come_in_batches_or_not_at_all():
+    p = dense.problem(7)
+    model = make_model(p)
+    x = 3 * torch.rand(2, 6, 2)
+    together = model.predict(x)
+    for i in range(2):
+        alone = model.predict(x[i])
+        torch.testing.assert_close(together.mean[i], alone.mean)
+        torch.testing.assert_close(together.variance[i], alone.variance)
+    assert model.predict(x[0, :0]).mean.shape == model.predict(x[0, :0]).variance.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.rand(3, 1), r"N x 2 like the inducing points; got \(3, 1\)"),
+        (torch.rand(3), r"N x 2 like the inducing points; got \(3,\)"),
+        (torch.tensor([[0.0, torch.nan], [0.0, 1.0]]), "NaN or infinity in 1 of 2 rows"),
+    ],
+)
+def test_test_inputs_that_cannot_be_are_refused(x, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(dense.problem(7)).predict(x)
+
+
+# -- float32 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*was not positive definite")
+@pytest.mark.parametrize("base", [gpytorch.kernels.RBFKernel, Plain])
+@pytest.mark.parametrize(
+    ("outputscale", "lengthscale", "noise"),
+    [(1.0, 0.3, 1e-2), (1.0, 100.0, 1e-6), (1e6, 0.3, 1e-2), (1e6, 1.0, 1e-2), (1e6, 100.0, 1e-2)],
+)
+def test_bound_gradient_and_predictions_in_float32_are_those_of_float64(outputscale, lengthscale, noise, base):
+    x = torch.rand(50, 2).float()
+    y = outputscale**0.5 * torch.sin(6 * x[:, 0])
+    kernel = gpytorch.kernels.ScaleKernel(base())
+    kernel.outputscale, kernel.base_kernel.lengthscale = outputscale, lengthscale
+    model = tighter_gp.CollapsedGP(x, y, x[:15], kernel, make_noise(noise)).float()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        twin = copy.deepcopy(model).to(dtype)
+        value, q = twin.bound(), twin.predict(x[:20].to(dtype) + 0.01)
+        value.backward()
+        variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)  # .variance rounds up
+        gradient = kernel_gradient(twin)
+        found.append([tensor.detach().double() for tensor in (value, gradient, q.mean, variance)])
+    for narrow, wide, rtol in zip(*found, (1e-5, 1e-3, 1e-3, 1e-3), strict=True):
+        torch.testing.assert_close(narrow, wide, rtol=rtol, atol=1e-5 * float(wide.abs().max()))
+
+
+def kernel_gradient(model):
+    return torch.stack([parameter.grad.flatten() for parameter in model.covar_module.parameters()])
+
+
+@pytest.mark.parametrize(("noise", "is_narrow"), [(1e-2, True), (1e-9, False)])
+def test_chunks_are_evaluated_in_float64_only_where_float32_does_not_suffice(noise, is_narrow):
+    x = torch.rand(60, 2).float()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5)).float()
+    model = tighter_gp.CollapsedGP(x, x[:, 0].sin(), x[:7], kernel, make_noise(noise).float())
+    for call in (lambda: model.bound().backward(), lambda: model.predict(x)):
+        with LargestDouble() as seen:
+            call()
+        assert (seen.largest <= max(60, 7 * 7)) == is_narrow
+
+
+def test_training_raises_the_bound():
+    p = dense.problem(9)
+    model = make_model(p)
+    before = model.bound().item()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = -model.bound()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model.bound().item() > before + 0.1
+
+
+def test_a_pass_keeps_no_array_of_n_times_m():
+
+    x, y = torch.rand(4000, 2), torch.randn(4000)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=2))
+    z = x[:40].clone().requires_grad_()
+    with LargestOutput() as seen:
+        tighter_gp.collapsed_bound(kernel, z, x, y, torch.tensor(0.1), chunk_size=100).backward()
+    assert seen.largest <= 2 * 4040  # data and inducing points; a chunk is 40 x 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.update(bound="exact"), "Unknown bound 'exact'; choose 'titsias', 'spherical', 'tighter'"),
+        (lambda a: a.update(y=torch.randn(17, 1)), r"y of shape N; got \(17, 2\) and \(17, 1\)"),
+        (lambda a: a.update(chunk_size=0), "at least one row; got 0"),
+        (lambda a: a.update(inducing_points=torch.randn(5, 1)), r"inducing points M x 2, like x; got \(5, 1\)"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    p = dense.problem(0)
+    arguments = {"inducing_points": p.z, "x": p.x, "y": p.y, "noise": p.noise}
+    change(arguments)
+    with pytest.raises(ValueError, match=message):
+        tighter_gp.collapsed_bound(make_kernel("rbf", 1.0, torch.ones(2)), **arguments)
+
+
+def test_model_refuses_what_it_cannot_do():
+    p = dense.problem(0)
+    kernel = make_kernel("rbf", 1.0, torch.ones(2))
+    with pytest.raises(TypeError, match="Gaussian likelihood; got BernoulliLikelihood"):
+        tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, gpytorch.likelihoods.BernoulliLikelihood())
+    with pytest.raises(ValueError, match="Unknown bound"):
+        tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, make_noise(0.1), bound="best")
+    with pytest.raises(ValueError, match="y holds NaN"):
+        tighter_gp.CollapsedGP(p.x, p.y * torch.nan, p.z, kernel, make_noise(0.1))
+    for x, y in ((p.x, p.y[:5]), (p.x, p.y.unsqueeze(-1)), (p.x[:, 0], p.y)):
+        with pytest.raises(ValueError, match="Expected x of shape N x D and y of shape N; got"):
+            tighter_gp.CollapsedGP(x, y, p.z, kernel, make_noise(0.1))
+    with pytest.raises(ValueError, match=r"inducing points M x 2, like x; got \(5, 1\)"):
+        tighter_gp.CollapsedGP(p.x, p.y, torch.randn(5, 1), kernel, make_noise(0.1))

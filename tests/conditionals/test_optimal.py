@@ -1,0 +1,247 @@
+"""conditional="optimal": the best scale of every point for any likelihood, without a parameter."""
+
+from __future__ import annotations
+
+import math
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.likelihoods import SoftmaxLikelihood, StudentTLikelihood
+from scipy.optimize import brentq, minimize_scalar
+
+import tighter_gp
+from tests.strategies.test_wrappers import Latent, independent, lmc, make_model, price
+from tests.tools import dense
+from tests.tools.factories import make_gp, make_kernel, make_noise
+from tighter_gp.conditionals import OptimalConditional
+from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+
+N, M = 17, 3
+
+
+def model_of(p, q, **kwargs):
+    return make_gp(p.z, make_kernel(p.kernel, p.variance, p.lengthscales), q, **kwargs)
+
+
+def moments(p, q):
+    """Dense mean, explained and residual variance and KL of q(u)."""
+    L, W = torch.linalg.cholesky(p.Kuu), torch.linalg.inv(p.Kuu) @ p.Kuf
+    mean, root = L @ q[0], L @ q[1]
+    kl = dense.kl(mean, root @ root.T, torch.zeros(len(mean)), p.Kuu)
+    return W.T @ mean, (W.T @ root @ root.T @ W).diagonal(), p.d, kl
+
+
+def counts(p):
+    return torch.poisson(torch.exp(p.y.clamp(max=3)), generator=torch.Generator().manual_seed(0))
+
+
+def poisson_problem(seed=0):
+    p = dense.problem(seed, n=N, m=M)
+    p = p._replace(y=counts(p))
+    return p, dense.random_q(M, seed)
+
+
+def poisson_scales(mean, s, d):
+    """M = 1 / (1 + E[exp f] d), one root per point."""
+    scales = []
+    for mu, explained, residual in zip(mean.tolist(), s.tolist(), d.tolist(), strict=True):
+        excess = lambda m, mu=mu, v=explained, r=residual: m * (1 + r * math.exp(mu + (v + m * r) / 2)) - 1
+        scales.append(brentq(excess, 1e-12, 1.0, xtol=1e-14))
+    return torch.tensor(scales)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_poisson_scales_solve_their_equation(seed):
+    p, q = poisson_problem(seed)
+    mean, s, d, kl = moments(p, q)
+    m = poisson_scales(mean, s, d)
+    expected = (p.y * mean - torch.exp(mean + (s + m * d) / 2) - torch.lgamma(p.y + 1) - price(m)).sum() - kl
+    for num_steps, rtol in {10: 1e-9, 3: 1e-6}.items():
+        model = model_of(p, q, conditional=OptimalConditional(num_steps))
+        terms = tighter_gp.TighterELBO(PoissonLikelihood(), model, N, combine_terms=False)(model(p.x), p.y)
+        torch.testing.assert_close(N * terms.bound, expected, rtol=rtol, atol=0)
+        torch.testing.assert_close(N * terms.conditional, price(m).sum(), rtol=1e3 * rtol, atol=1e-9)
+
+
+@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood, PoissonLikelihood])
+def test_the_default_number_of_steps_leaves_a_small_residual_of_the_equation(likelihood):
+    torch.manual_seed(0)
+    mean, explained = 2 * torch.randn(2000), torch.rand(2000)
+    residual, likelihood = 10 ** (4 * torch.rand(2000) - 3), likelihood()
+    y = torch.poisson(mean.clamp(max=2).exp()) if isinstance(likelihood, PoissonLikelihood) else (mean > 0).double()
+
+    def curvature(m):
+        with torch.enable_grad():
+            kept = (m * residual).requires_grad_()
+            log_prob = likelihood.expected_log_prob_of_moments(y, mean, explained + kept)
+            return -2 * torch.autograd.grad(log_prob.sum(), kept)[0]
+
+    m = OptimalConditional().solve(residual, curvature)
+    assert (m - 1 / (1 + curvature(m).clamp_min(0) * residual)).abs().max() <= 1e-3
+
+
+def at_best_beta(p, q, likelihood, y):
+    model = model_of(p, q, conditional="beta")
+    mll = tighter_gp.TighterELBO(likelihood, model, N)
+
+    def loss(log_beta):
+        model.variational_strategy.conditional.beta = math.exp(log_beta)
+        with torch.no_grad():
+            return -N * mll(model(p.x), y).item()
+
+    starts = [-6.0, -3.0, 0.0, 3.0, 6.0]
+    centre = min(starts, key=loss)
+    return -minimize_scalar(loss, bounds=(centre - 3, centre + 3), method="bounded", options={"xatol": 1e-7}).fun
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood, PoissonLikelihood])
+def test_bound_at_a_fixed_q_is_at_least_that_of_the_best_shared_beta(likelihood, seed):
+    p, q = dense.problem(seed, n=N, m=M), dense.random_q(M, seed)
+    y = (p.y > 0).double() if likelihood is BernoulliLogitLikelihood else counts(p)
+    model = model_of(p, q, conditional="optimal")
+    actual = N * tighter_gp.TighterELBO(likelihood(), model, N)(model(p.x), y).item()
+    assert actual >= at_best_beta(p, q, likelihood(), y) - 1e-9
+
+
+@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood, PoissonLikelihood])
+def test_no_other_scale_of_a_point_is_better(likelihood):
+    """Against 400 values of m between 0 and 1, with a residual variance that is far from small."""
+    residual, explained, mean = (
+        torch.tensor([0.01, 0.5, 3.0, 20.0, 60.0]),
+        torch.full((5,), 0.3),
+        torch.linspace(-4, 2, 5),
+    )
+    likelihood, y = likelihood(), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+
+    def objective(m):
+        q = gpytorch.distributions.MultivariateNormal(mean, torch.diag_embed(explained + m * residual))
+        return likelihood.expected_log_prob(y, q) - price(m)
+
+    def curvature(m):
+        with torch.enable_grad():
+            kept = (m * residual).requires_grad_()
+            q = gpytorch.distributions.MultivariateNormal(mean, torch.diag_embed(explained + kept))
+            return -2 * torch.autograd.grad(likelihood.expected_log_prob(y, q).sum(), kept)[0]
+
+    m = OptimalConditional(num_steps=10).solve(residual, curvature)
+    assert ((m > 0) & (m <= 1)).all()
+    grid = torch.stack([objective(torch.full((5,), value)) for value in torch.logspace(-5, 0, 400).tolist()])
+    assert (objective(m) >= grid.max(0).values - 1e-7).all()
+
+
+def test_gradient_is_that_of_the_objective_with_the_scales_held_fixed():
+    p, q = poisson_problem(2)
+    model, fixed = model_of(p, q, conditional="optimal"), model_of(p, q, conditional=tighter_gp.PerPoint(N))
+    mean, s, d, _ = moments(p, q)
+    fixed.variational_strategy.conditional.m = poisson_scales(mean, s, d)
+    values = [
+        tighter_gp.TighterELBO(PoissonLikelihood(), each, N)(each(p.x, index=torch.arange(N)), p.y)
+        for each in (model, fixed)
+    ]
+    names = [name for name, _ in model.named_parameters() if "mean_module" not in name]
+    gradients = [
+        torch.autograd.grad(value, [dict(each.named_parameters())[name] for name in names])
+        for value, each in zip(values, (model, fixed), strict=True)
+    ]
+    for name, left, right in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradient_is_the_total_derivative():
+    p, q = poisson_problem(3)
+
+    def value(shift):
+        model = model_of(p, (q[0] + shift, q[1]), conditional="optimal")
+        return tighter_gp.TighterELBO(PoissonLikelihood(), model, N)(model(p.x), p.y), model
+
+    bound, model = value(torch.zeros(M))
+    (gradient,) = torch.autograd.grad(bound, model.variational_strategy._variational_distribution.variational_mean)
+    for i, step in enumerate(1e-5 * torch.eye(M)):
+        difference = (value(step)[0] - value(-step)[0]).item() / 2e-5
+        assert gradient[i].item() == pytest.approx(difference, rel=1e-5)
+
+
+def test_gaussian_noise_gives_the_closed_form():
+    p, q = dense.problem(1, n=N, m=M), dense.random_q(M)
+    values = []
+    for conditional in ("optimal", "optimal"):
+        model, likelihood = model_of(p, q, conditional=conditional), make_noise(p.noise[0])
+        value = tighter_gp.TighterELBO(likelihood, model, N)(model(p.x), p.y)
+        values.append([value, *torch.autograd.grad(value, [likelihood.raw_noise, *model.parameters()][:5])])
+    for left, right in zip(*values, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_negative_curvature_leaves_the_scale_at_one():
+    """A Student-t likelihood is convex far from its observation: more variance is better there."""
+    p, q = dense.problem(1, n=N, m=M), dense.random_q(M)
+    likelihood = StudentTLikelihood()
+    likelihood.initialize(noise=0.05, deg_free=3.0)
+    model = model_of(p, q, conditional="optimal")
+    with pytest.warns(UserWarning, match="not known to be log-concave"):
+        mll = tighter_gp.TighterELBO(likelihood, model, N, combine_terms=False)
+    far, near = mll(model(p.x), p.y + 30), mll(model(p.x), model(p.x).mean.detach())
+    assert far.conditional.item() == 0
+    assert near.conditional.item() > 0.1
+
+
+def test_it_has_no_parameter_and_no_state():
+    model = make_gp(torch.rand(M, 2), conditional="optimal")
+    assert not list(model.variational_strategy.conditional.parameters())
+    assert not model.variational_strategy.conditional.state_dict()
+    with pytest.raises(ValueError, match="num_steps=0"):
+        OptimalConditional(num_steps=0)
+
+
+def test_missing_labels_keep_the_prior():
+    p, q = poisson_problem(1)
+    model, likelihood = model_of(p, q, conditional="optimal"), PoissonLikelihood()
+    rows = torch.arange(N) % 4 != 1
+    y = torch.where(rows, p.y, torch.nan)
+    with gpytorch.settings.observation_nan_policy("fill"):
+        actual = N * tighter_gp.TighterELBO(likelihood, model, N)(model(p.x), y)
+    mean, s, d, kl = (t if t.dim() == 0 else t[rows] for t in moments(p, q))
+    m, y = poisson_scales(mean, s, d), p.y[rows]
+    expected = (y * mean - torch.exp(mean + (s + m * d) / 2) - torch.lgamma(y + 1) - price(m)).sum() - kl
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampled likelihoods
+# ---------------------------------------------------------------------------------------------------------------------
+
+CLASSES = 3
+
+
+def softmax_scales(latents, draws, W):
+    """The fixed point with the Hessian of the log softmax at given draws, by plain damped iteration."""
+    mean, s, d = (torch.stack([getattr(f, name) for f in latents], -1).detach() for name in ("mean", "s", "d"))
+    m = torch.ones_like(d)
+    for _ in range(300):
+        covariance = W.T @ torch.diag_embed(s + m * d) @ W + 1e-7 * torch.eye(CLASSES)
+        root = torch.linalg.cholesky(covariance) if W is not EYE else torch.diag_embed(torch.sqrt(s + m * d))
+        probabilities = torch.softmax(mean @ W + (root @ draws.unsqueeze(-1)).squeeze(-1), -1)
+        hessian = torch.diag_embed(probabilities) - probabilities.unsqueeze(-1) * probabilities.unsqueeze(-2)
+        curvature = (W @ hessian.mean(0) @ W.T).diagonal(dim1=-1, dim2=-2)
+        m = 0.5 * m + 0.5 / (1 + curvature * d)
+    return m
+
+
+EYE = torch.eye(CLASSES, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("wrapper", ["independent", "lmc"])
+def test_softmax_scales_solve_their_equation_at_the_draws_of_the_call(wrapper):
+    wrap, num_latents = (independent(), 3) if wrapper == "independent" else (lmc(), 2)
+    model, x = make_model(wrap, (num_latents,), conditional="optimal"), 3 * torch.rand(7, 2)
+    W = EYE if wrapper == "independent" else model.variational_strategy.lmc_coefficients.detach()
+    likelihood = SoftmaxLikelihood(num_classes=CLASSES, mixing_weights=False)
+    mll = tighter_gp.TighterELBO(likelihood, model, 7, combine_terms=False)
+    torch.manual_seed(3)
+    actual = mll(model(x), torch.arange(7) % 3).conditional
+    torch.manual_seed(3)
+    draws = torch.randn(10, 7, CLASSES)
+    m = softmax_scales([Latent(model, (k,), x) for k in range(num_latents)], draws, W)
+    torch.testing.assert_close(actual, price(m).sum() / 7, rtol=1e-6, atol=0)

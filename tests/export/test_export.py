@@ -1,0 +1,242 @@
+"""Exported modules against predict and predict_y, by torch.export, TorchScript and onnxruntime."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels, likelihoods, means
+
+import tighter_gp
+from tests.strategies.test_wrappers import make_model
+from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
+from tests.tools.support import Q_FORMS, randomize_q
+from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+
+D = 3
+
+
+def make_kernels():
+    scale = kernels.ScaleKernel
+    found = {
+        "rbf": scale(kernels.RBFKernel(ard_num_dims=D)),
+        "matern12": scale(kernels.MaternKernel(0.5)),
+        "matern32": scale(kernels.MaternKernel(1.5, ard_num_dims=D)),
+        "matern52": scale(kernels.MaternKernel(2.5)),
+        "rq": scale(kernels.RQKernel()),
+        "linear": scale(kernels.LinearKernel()) + scale(kernels.RBFKernel()),
+        "linear-ard": kernels.LinearKernel(ard_num_dims=D) + kernels.RBFKernel(),
+        "product": kernels.RBFKernel(active_dims=(0,)) * kernels.MaternKernel(2.5, active_dims=(2, 1)),
+        "selected": scale(kernels.RBFKernel(active_dims=(2,))) + scale(kernels.RQKernel(active_dims=(0, 1))),
+        "nested": scale(scale(kernels.RBFKernel()) * kernels.LinearKernel() + kernels.MaternKernel(1.5)),
+    }
+    for kernel in found.values():
+        for parameter in kernel.parameters():
+            parameter.data += 0.3 * torch.rand_like(parameter)
+    return found
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def assert_exports(module, x, expected, tolerance=1e-6):
+    """Every way out gives the same four tensors for another number of rows than it was made with."""
+    for found, wanted in zip(module(x), expected, strict=True):
+        close(found, wanted, tolerance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch advises against TorchScript
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.trace(module, x[:3]), file)
+        file.seek(0)
+        traced = torch.jit.load(file)
+    for found, wanted in zip(traced(x), expected, strict=True):
+        close(found, wanted, tolerance)
+    program = torch.export.export(module, (x[:3],), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    for found, wanted in zip(program.module()(x), expected, strict=True):
+        close(found, wanted, tolerance)
+
+
+def expected_of(model, likelihood, x):
+    q, y = tighter_gp.predict(model, x), tighter_gp.predict_y(model, likelihood, x)
+    return [value.detach() for value in (q.mean, q.variance, y.mean, y.variance)]
+
+
+def svgp(kernel=None, mean=None, **kwargs):
+    kwargs = {"jitter_val": 1e-6, **kwargs}
+    model = randomize_q(make_gp(torch.randn(7, D), kernel, mean=0.4, **kwargs))
+    if mean is not None:
+        model.mean_module = mean
+    return model
+
+
+@pytest.mark.parametrize("name", make_kernels())
+def test_kernels(name):
+    model, likelihood, x = svgp(make_kernels()[name]), make_noise(0.3), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+@pytest.mark.parametrize("mean", [means.ZeroMean, means.ConstantMean, lambda: means.LinearMean(D)])
+def test_means(mean):
+    model, likelihood, x = svgp(mean=mean()), make_noise(0.3), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+def laplace():
+    likelihood = likelihoods.LaplaceLikelihood()
+    likelihood.noise = 0.3
+    return likelihood
+
+
+LIKELIHOODS = {
+    "gaussian": lambda: make_noise(0.3),
+    "student-t": likelihoods.StudentTLikelihood,
+    "laplace": laplace,
+    "probit": likelihoods.BernoulliLikelihood,
+    "logit": BernoulliLogitLikelihood,
+    "poisson-exp": PoissonLikelihood,
+    "poisson-softplus": likelihoods.PoissonLikelihood,
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihoods(name):
+    model, likelihood, x = svgp(), LIKELIHOODS[name](), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+@pytest.mark.parametrize("form", Q_FORMS)
+def test_every_form_of_q(form):
+    model, likelihood, x = svgp(distribution=Q_FORMS[form]), make_noise(0.3), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+@pytest.mark.parametrize("conditional", ["beta", "scalar"])
+def test_learned_conditional(conditional):
+    model, likelihood, x = svgp(conditional=conditional), make_noise(0.3), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+def test_solve_gp():
+    def make(model):
+        q_u, q_v = (gpytorch.variational.CholeskyVariationalDistribution(n) for n in (5, 4))
+        for q in (q_u, q_v):
+            q.variational_mean.data = torch.randn_like(q.variational_mean)
+        strategy = tighter_gp.SolveGPVariationalStrategy(
+            model, torch.randn(5, D), torch.randn(4, D), q_u, q_v, jitter_val=1e-6
+        )
+        strategy.variational_params_initialized.fill_(1)
+        return strategy
+
+    model, likelihood, x = GP(make), make_noise(0.3), torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
+@pytest.mark.parametrize("noise", [0.2, torch.linspace(0.1, 0.5, 40)], ids=["one", "per-point"])
+def test_collapsed_models(noise):
+    train_x, train_y, z, x = torch.randn(40, D), torch.randn(40), torch.randn(6, D), torch.randn(11, D)
+    kernel, likelihood = kernels.ScaleKernel(kernels.RBFKernel()), make_noise(noise)
+    whole = tighter_gp.CollapsedGP(train_x, train_y, z, kernel, likelihood, means.ConstantMean(), jitter_val=1e-6)
+    exact = CollapsedGP(train_x, train_y, z, kernel, likelihood, mean=0.3, jitter_val=1e-6)
+    for model in (whole, exact):
+        response = make_noise(0.2)
+        q = tighter_gp.predict(model, x)
+        module = tighter_gp.export_predictor(model, response)
+        assert_exports(module, x, [q.mean, q.variance, q.mean, q.variance + 0.2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("likelihood", [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood])
+def test_onnxruntime(likelihood, dtype, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    likelihood = likelihood(0.3) if likelihood is make_noise else likelihood()
+    model, x = svgp(make_kernels()["selected"]), torch.randn(11, D)
+    expected = [value.to(dtype) for value in expected_of(model, likelihood, x)]
+    module = tighter_gp.export_predictor(model, likelihood, dtype=dtype)
+    path, x = str(tmp_path / "model.onnx"), x.to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        rows = {0: torch.export.Dim("rows")}
+        torch.onnx.export(module, (x[:3],), path, dynamo=True, dynamic_shapes=(rows,), verbose=False)
+    found = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
+    for value, wanted in zip(found, expected, strict=True):
+        close(value, wanted, 1e-6 if dtype == torch.float64 else 1e-4)
+
+
+def test_module_is_a_snapshot_and_can_be_copied():
+    model, likelihood, x = svgp(), make_noise(0.3), torch.randn(11, D)
+    module = tighter_gp.export_predictor(model, likelihood)
+    before = [value.clone() for value in module(x)]
+    for parameter in [*model.parameters(), *likelihood.parameters()]:
+        parameter.data += 0.2
+    for other in (module, copy.deepcopy(module)):
+        assert all(torch.equal(a, b) for a, b in zip(other(x), before, strict=True))
+    assert not any(value.requires_grad for value in before)
+    assert not list(module.parameters())
+    again = tighter_gp.export_predictor(model, likelihood)
+    again.load_state_dict(module.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again(x), before, strict=True))
+
+
+def test_ready_made_model_and_its_mode():
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.rand(60, 2), torch.randn(60)
+    model = tighter_gp.models.Regression(x, num_inducing=8).train()
+    tighter_gp.fit(model, model.likelihood, x, y, steps=20)
+    module = tighter_gp.export_predictor(model, model.likelihood)
+    assert model.training
+    for found, wanted in zip(module(x), expected_of(model, model.likelihood, x), strict=True):
+        close(found, wanted, 2e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Quadratic(means.Mean):
+    def forward(self, x):
+        return x.square().sum(-1)
+
+
+class Squared(kernels.RBFKernel):
+    """Not a common kernel, though it looks like one."""
+
+
+@pytest.mark.parametrize("kernel", [Squared, kernels.PeriodicKernel, lambda: kernels.ScaleKernel(Squared())])
+def test_other_kernels_are_refused(kernel):
+    with pytest.raises(TypeError, match="does not know"):
+        tighter_gp.export_predictor(svgp(kernel()), make_noise(0.3))
+
+
+def test_other_likelihoods_are_refused():
+    fixed = make_noise(torch.full((5,), 0.2))
+    for likelihood in (fixed, likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)):
+        with pytest.raises(TypeError, match="does not know"):
+            tighter_gp.export_predictor(svgp(), likelihood)
+
+
+def test_other_means_and_models_are_refused():
+    with pytest.raises(TypeError, match="zero, constant or linear mean"):
+        tighter_gp.export_predictor(svgp(mean=Quadratic()), make_noise(0.3))
+    wrap = lambda s: gpytorch.variational.IndependentMultitaskVariationalStrategy(s, num_tasks=3)
+    with pytest.raises(TypeError, match="one output"):
+        tighter_gp.export_predictor(make_model(wrap, (3,)), make_noise(0.3))
+
+
+def test_forward_that_does_more_is_refused():
+    class Warped(GP):
+        def forward(self, x):
+            return super().forward(x.tanh())
+
+    def make(model):
+        q = gpytorch.variational.CholeskyVariationalDistribution(5)
+        return tighter_gp.TighterVariationalStrategy(model, torch.randn(5, D), q, jitter_val=1e-6)
+
+    with pytest.raises(TypeError, match="exported module and predict differ"):
+        tighter_gp.export_predictor(randomize_q(Warped(make)), make_noise(0.3))

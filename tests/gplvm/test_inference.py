@@ -1,0 +1,342 @@
+"""New rows, reconstruction, held-out entries, the relevance report and the latent plot."""
+
+from __future__ import annotations
+
+import gpytorch
+import matplotlib as mpl
+import pytest
+import torch
+from gpytorch.mlls import VariationalELBO
+from gpytorch.variational import VariationalStrategy
+from torch.distributions import Normal
+
+import tighter_gp
+from tests.gplvm.test_elbo import Toy, curve
+from tests.tools.support import assert_state, state
+from tighter_gp.gplvm import (
+    BayesianGPLVM,
+    CollapsedBayesianGPLVM,
+    EncodedLatents,
+    LatentVariableELBO,
+    VariationalLatents,
+    infer_latents,
+    plot_latents,
+    relevance,
+)
+from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.training import fit
+
+mpl.use("agg")
+
+
+def close(value, expected, rel=1e-9, absolute=1e-12):
+    torch.testing.assert_close(value, torch.as_tensor(expected).expand_as(value), rtol=rel, atol=absolute)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A GPLVM of a closed curve, trained by L-BFGS, and its data; tests must not change it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        y = curve(90, 5)
+        latents = VariationalLatents.from_pca(y, 3, stddev=0.3, sparse=False)
+        collapsed = CollapsedBayesianGPLVM(latents, latents.mean[:15].detach(), y, num_nodes=8)
+        collapsed.likelihood.noise = 0.05
+        optimizer = torch.optim.LBFGS(collapsed.parameters(), max_iter=80, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = -collapsed()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        model = collapsed.uncollapsed()
+        torch.set_default_dtype(default)
+    return model, y
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# New rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_training_rows_are_found_again(trained):
+    model, y = trained
+    q_x = model.infer_latents(y[:20], num_steps=150)
+    error = (q_x.mean - model.latents.q().mean[:20]).abs() / model.latents.q().stddev[:20]
+    assert error.median() < 0.5
+    assert q_x.mean.shape == (20, 3)
+    assert not q_x.mean.requires_grad
+
+
+def test_hidden_entries_of_new_rows_are_predicted(trained):
+    model, _ = trained
+    new = curve(40, 5, seed=3)
+    observed = torch.rand(new.shape) > 0.25
+    q_x = model.infer_latents(new, observed, num_steps=100)
+    mean, variance = model.reconstruct(q_x)
+    error = (mean - new)[~observed].square().mean().sqrt()
+    assert error < 0.5 * new[~observed].square().mean().sqrt()
+    density = model.log_density(new, q_x, ~observed)
+    assert torch.equal(torch.isnan(density), observed)
+    prior_guess = Normal(0.0, 1.0).log_prob(new[~observed]).mean()
+    assert density[~observed].mean() > prior_guess
+    assert bool((variance > model.likelihood.noise * 0.99).all())
+
+
+def test_hidden_entries_are_not_seen(trained):
+    model, _ = trained
+    new = curve(6, 5, seed=3)
+    observed = torch.rand(new.shape) > 0.4
+    results = []
+    for hidden in (torch.nan, 1e3, -5.0):
+        generator = torch.Generator().manual_seed(0)
+        filled = torch.where(observed, new, hidden)
+        results.append(model.infer_latents(filled, observed, num_steps=10, generator=generator))
+    for other in results[1:]:
+        close(other.mean, results[0].mean)
+        close(other.stddev, results[0].stddev)
+
+
+def test_rows_do_not_influence_each_other_and_chunks_do_not_matter(trained):
+    model, _ = trained
+    new = curve(6, 5, seed=3)
+    joint = model.infer_latents(new, num_steps=70, num_samples=16)
+    alone = model.infer_latents(new[2:3], num_steps=70, num_samples=16)
+    chunked = model.infer_latents(new, num_steps=70, num_samples=16, batch_size=4)
+    tolerance = 0.5 * joint.stddev
+    assert bool(((joint.mean[2:3] - alone.mean).abs() < tolerance[2:3]).all())
+    assert bool(((joint.mean - chunked.mean).abs() < tolerance).all())
+
+
+def test_a_row_without_any_entry_goes_to_the_prior(trained):
+    model, _ = trained
+    q_x = model.infer_latents(torch.full((2, 5), torch.nan), num_steps=5)
+    close(q_x.mean, 0.0, absolute=1e-6)
+    close(q_x.stddev, 1.0, 1e-6)
+
+
+def test_more_observed_entries_mean_less_uncertainty(trained):
+    model, _ = trained
+    new = curve(20, 5, seed=3)
+    few = new.clone()
+    few[:, 1:] = torch.nan
+    widths = [
+        model.infer_latents(rows, num_steps=100).stddev[:, relevance(model).order[0]].mean() for rows in (new, few)
+    ]
+    assert widths[0] < widths[1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_decoder_is_left_as_it_was(trained, training):
+    model, _ = trained
+    model.train(training)
+    before = state(model)
+    gradients = [p.grad for p in model.parameters()]
+    q_x = infer_latents(model, curve(5, 5, seed=3), num_steps=3)
+    model.reconstruct(q_x)
+    model.log_density(curve(5, 5, seed=3), q_x)
+    assert_state(model, before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(module.training == training for module in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_inference_starts_at_the_training_row_nearest_in_observed_entries(trained):
+    model, _ = trained
+    reconstruction = model.reconstruct(model.latents.q().mean).mean
+    rows = torch.tensor([3, 40, 77])
+    new = reconstruction[rows].clone()
+    observed = torch.ones_like(new, dtype=torch.bool)
+    observed[:, 4] = False
+    q_x = model.infer_latents(new, observed, num_steps=0)
+    close(q_x.mean, model.latents.q().mean[rows].detach())
+    close(q_x.stddev, model.latents.q().stddev[rows].detach())
+    subset = model.infer_latents(new, observed, num_steps=0, num_candidates=1)
+    assert len(torch.unique(subset.mean, dim=0)) == 1
+
+
+@pytest.mark.parametrize("objective", [None, VariationalELBO])
+def test_inference_maximises_the_bound_of_the_new_rows(trained, objective):
+    model, _ = trained
+    model.train()
+    new = curve(8, 5, seed=3)
+    elbo = LatentVariableELBO(model.likelihood, model, 8, objective=objective)
+    values = []
+    for steps in (0, 20, 120):
+        q_x = model.infer_latents(new, num_steps=steps, objective=objective)
+        with torch.no_grad():
+            values.append(elbo.at(q_x.sample((200,)), q_x, new))
+    assert values[0] < values[1] < values[2] + 0.05
+
+
+def test_the_standard_strategy_infers_too():
+    y = curve()
+    model = BayesianGPLVM.from_data(y, 2, 9, variational_strategy=VariationalStrategy)
+    fit(model, model.likelihood, None, y, objective=LatentVariableELBO, steps=100, lr=0.1, batch_size=30)
+    new = curve(10, 5, seed=3)
+    q_x = model.infer_latents(new, num_steps=100)
+    assert (model.reconstruct(q_x).mean - new).square().mean().sqrt() < 0.6
+
+
+def test_an_encoder_gives_the_start_and_zero_steps_return_it():
+    y = curve()
+    model = BayesianGPLVM(EncodedLatents(y, 2), torch.randn(9, 2), 5)
+    new = curve(7, 5, seed=3)
+    new[0, :2] = torch.nan
+    q_x = model.infer_latents(new, num_steps=0)
+    close(q_x.mean, model.latents.encode(new).mean.detach())
+    assert not torch.equal(model.infer_latents(new, num_steps=3).mean, q_x.mean)
+
+
+def test_bad_calls_are_errors(trained):
+    model, y = trained
+    with pytest.raises(ValueError, match="N x 5"):
+        model.infer_latents(y[:, :4])
+    with pytest.raises(ValueError, match="shaped like the data"):
+        model.infer_latents(y, torch.ones(90, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="num_candidates"):
+        model.infer_latents(y, num_candidates=0)
+    with pytest.raises(ValueError, match="The number of new rows must be at least 1; got 0"):
+        model.infer_latents(y[:0])
+    for call in (model.infer_latents, lambda data, **kw: model.reconstruct(model.latents.q(), **kw)):
+        with pytest.raises(ValueError, match="num_samples must be at least 1; got 0"):
+            call(y, num_samples=0)
+    with pytest.raises(ValueError, match="B x 3"):
+        model.reconstruct(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="90 rows of data for 4 latents"):
+        model.log_density(y, torch.zeros(4, 3))
+    per_point = Toy().model(conditional=tighter_gp.PerPoint(11, batch_shape=torch.Size([3])))
+    with pytest.raises(TypeError, match="none for new ones"):
+        per_point.infer_latents(torch.randn(4, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predictions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [tighter_gp.TighterVariationalStrategy, VariationalStrategy])
+@pytest.mark.parametrize("per_output", [False, True])
+def test_predictions_at_points_are_those_of_the_gp(strategy, per_output):
+    toy = Toy(per_output=per_output)
+    model = toy.model(variational_strategy=strategy).eval()
+    x = toy.x[0]
+    with torch.no_grad():
+        q_f = model(x)
+    noise = toy.noise.unsqueeze(-1) if per_output else toy.noise
+    mean, variance = model.reconstruct(x)
+    close(mean, q_f.mean.mT)
+    close(variance, (q_f.covariance_matrix.diagonal(dim1=-1, dim2=-2) + noise).mT)
+    expected = Normal(mean, variance.sqrt()).log_prob(toy.y)
+    close(model.log_density(toy.y, x), expected)
+
+
+def test_a_learned_conditional_does_not_narrow_predictions():
+    toy = Toy()
+    narrow, plain = toy.model(conditional="beta"), toy.model()
+    close(narrow.reconstruct(toy.x[0]).variance, plain.reconstruct(toy.x[0]).variance)
+
+
+def test_no_rows_give_no_values(trained):
+    model, y = trained
+    for x in (torch.zeros(0, 3), model.latents.q(torch.arange(0))):
+        mean, variance = model.reconstruct(x)
+        assert mean.shape == variance.shape == model.log_density(y[:0], x).shape == (0, 5)
+
+
+def test_uncertain_latents_are_averaged_over():
+    toy = Toy()
+    model = toy.model()
+    q_x = Normal(toy.mean, toy.variance.sqrt())
+    seeded = lambda: torch.Generator().manual_seed(7)
+    draws = toy.mean + toy.variance.sqrt() * torch.randn(6, 11, 2, generator=seeded())
+    means, variances = (torch.stack(parts) for parts in zip(*map(model.reconstruct, draws), strict=True))
+    mean, variance = model.reconstruct(q_x, num_samples=6, generator=seeded())
+    close(mean, means.mean(0))
+    close(variance, variances.mean(0) + (means - mean).square().mean(0))
+    density = torch.stack([model.log_density(toy.y, x) for x in draws]).exp().mean(0).log()
+    close(model.log_density(toy.y, q_x, num_samples=6, generator=seeded()), density)
+
+
+def test_predictions_are_seeded_and_do_not_depend_on_the_mode():
+    toy = Toy()
+    model = toy.model()
+    q_x = model.latents.q()
+    first, second = (
+        model.train(training).reconstruct(q_x, generator=torch.Generator().manual_seed(4)) for training in (True, False)
+    )
+    close(first.mean, second.mean)
+
+
+@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood(), PoissonLikelihood()])
+def test_non_gaussian_predictions_have_the_likelihoods_moments(likelihood):
+    toy = Toy()
+    model = toy.model(likelihood=likelihood, conditional="beta")
+    mean, variance = model.reconstruct(toy.mean)
+    assert mean.shape == variance.shape == (11, 3)
+    if isinstance(likelihood, BernoulliLogitLikelihood):
+        y = (toy.y > 0).double()
+        density = model.log_density(y, toy.mean)
+        close(density.exp(), torch.where(y > 0, mean, 1 - mean), 1e-6)
+    else:
+        y = torch.poisson(torch.full_like(toy.y, 2.0))
+        assert bool((model.log_density(y, toy.mean) < 0).all())
+        assert bool((variance >= 0.5 * mean).all())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_relevance_orders_dimensions_by_spread_over_lengthscale():
+    latents = VariationalLatents(torch.randn(50, 3) * torch.tensor([1.0, 0.1, 1.0]))
+    model = BayesianGPLVM(latents, torch.randn(5, 3), 4)
+    model.covar_module.base_kernel.lengthscale = torch.tensor([4.0, 1.0, 0.5])
+    report = relevance(model)
+    assert report.order.tolist() == [2, 0, 1]
+    assert report.relevance[0] == 1
+    close(report.lengthscale, torch.tensor([0.5, 4.0, 1.0]))
+    close(report.relevance * report.spread[0] / 0.5, report.spread / report.lengthscale)
+    assert str(report).splitlines()[1].split()[:2] == ["2", "1.000"]
+
+
+def test_relevance_needs_one_lengthscale_per_dimension():
+    latents = VariationalLatents(torch.randn(50, 3))
+    model = BayesianGPLVM(latents, torch.randn(5, 3), 4, covar_module=gpytorch.kernels.RBFKernel())
+    with pytest.raises(TypeError, match="ard_num_dims=3"):
+        relevance(model)
+
+
+def test_plot_shows_points_by_label_inducing_points_and_shade(trained):
+    model, y = trained
+    labels = torch.arange(len(y)) % 3
+    ax = plot_latents(model, labels, resolution=7)
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["0", "1", "2", "inducing points"]
+    points = [collection.get_offsets() for collection in ax.collections]
+    assert [len(p) for p in points] == [30, 30, 30, 15]
+    first, second = relevance(model).order[:2].tolist()
+    expected = model.latents.mean.detach()[labels == 1][:, [first, second]]
+    close(torch.as_tensor(points[1].data), expected)
+    (image,) = ax.images
+    assert image.get_array().shape == (7, 7)
+    assert ax.get_xlabel() == f"latent dimension {first}"
+    mpl.pyplot.close(ax.figure)
+
+
+def test_plot_on_given_axes_without_labels_or_shade(trained):
+    model, _ = trained
+    figure = mpl.figure.Figure()
+    ax = plot_latents(model, dims=(2, 1), shade=False, ax=figure.subplots())
+    assert not ax.images
+    assert ax.get_xlabel() == "latent dimension 2"
+    with pytest.raises(ValueError, match="one entry a row, 90; got 4"):
+        plot_latents(model, ["a", "b", "c", "d"], ax=ax)
+    one = BayesianGPLVM(VariationalLatents(torch.randn(9, 1)), torch.randn(4, 1), 3)
+    with pytest.raises(ValueError, match="has one"):
+        plot_latents(one)

@@ -1,0 +1,695 @@
+"""The objective: against dense formulas, against VariationalELBO, on mini-batches, with every Gaussian noise, in float32."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.likelihoods import (
+    BernoulliLikelihood,
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihood,
+    GaussianLikelihoodWithMissingObs,
+    LaplaceLikelihood,
+    StudentTLikelihood,
+)
+from gpytorch.mlls import GammaRobustVariationalELBO, PredictiveLogLikelihood, VariationalELBO
+from gpytorch.settings import observation_nan_policy
+from gpytorch.variational import VariationalStrategy
+
+import tighter_gp
+from tests.tools import dense
+from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tests.tools.support import Q_FORMS, assert_state, double_problem, randomize_q, state
+from tighter_gp import TighterELBO
+from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+
+P = double_problem()
+N, M = len(P.x), len(P.z)
+FORMS = pytest.mark.parametrize("form", Q_FORMS)
+UNEVEN = [slice(0, 6), slice(6, 12), slice(12, N)]
+
+
+def gp(form="cholesky", strategy=tighter_gp.TighterVariationalStrategy, **kwargs):
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    kwargs = {"mean": 0.3, **kwargs}
+    return randomize_q(make_gp(P.z, kernel, distribution=Q_FORMS[form], strategy=strategy, **kwargs))
+
+
+def conditional(name):
+    return tighter_gp.PerPoint(N) if name == "per_point" else name
+
+
+def call(model, x=P.x, rows=None):
+    """q(f), with the rows named where the conditional wants them."""
+    needs_index = isinstance(model.variational_strategy.conditional, tighter_gp.PerPoint)
+    return model(x, index=torch.arange(N)[rows or slice(None)]) if needs_index else model(x)
+
+
+class Dense:
+    """The uncollapsed model written out from the values of ``model``'s parameters; differentiable."""
+
+    def __init__(self, model, noise, x=P.x, y=P.y):
+        strategy, kernel, q = model.variational_strategy, model.covar_module, model.variational_strategy
+        values = kernel.outputscale, kernel.base_kernel.lengthscale
+        z = strategy.inducing_points
+        kuu = dense.rbf(z, z, *values) + strategy.jitter_val * torch.eye(M)
+        kuf = dense.rbf(z, x, *values)
+        weights = torch.linalg.inv(kuu) @ kuf
+        root = torch.linalg.cholesky(kuu) @ q._variational_distribution.chol_variational_covar.tril()
+        mean = torch.linalg.cholesky(kuu) @ q._variational_distribution.variational_mean
+        self.y, self.noise = y, noise.expand(y.shape)
+        self.mean = model.mean_module.constant + weights.T @ mean
+        self.s = (weights.T @ root @ root.T @ weights).diagonal() + strategy.jitter_val
+        self.d = (dense.rbf(x, x, *values) - kuf.T @ weights).diagonal()
+        self.kl = dense.kl(mean, root @ root.T, torch.zeros(M), kuu)
+
+    def log_likelihood(self, variance):
+        """Expected log likelihood, one value per point."""
+        return -0.5 * (torch.log(2 * math.pi * self.noise) + ((self.y - self.mean) ** 2 + variance) / self.noise)
+
+    def per_datum(self, m):
+        points = self.log_likelihood(self.s + m * self.d) - 0.5 * (m - 1 - torch.log(m))
+        return points.mean() - self.kl / N
+
+    @property
+    def best(self):
+        return self.noise / (self.noise + self.d)
+
+
+def log_prob_of(likelihood, model, x=P.x, y=P.y, num_data=N, **kwargs):
+    return TighterELBO(likelihood, model, num_data)(call(model, x), y, **kwargs)
+
+
+# -- against dense formulas ---------------------------------------------------------------------------------------------
+
+
+def scales(model, reference):
+    own = model.variational_strategy.conditional
+    return {
+        "OptimalConditional": lambda: reference.best,
+        "BetaConditional": lambda: own.beta / (own.beta + reference.d),
+        "ScalarConditional": lambda: own.m.expand(N),
+        "PerPoint": lambda: own.m,
+    }[type(own).__name__]()
+
+
+@pytest.mark.parametrize("name", ["optimal", "beta", "scalar", "per_point"])
+@pytest.mark.parametrize("jitter_val", [0.0, 1e-3])
+def test_values_and_gradients_are_those_of_the_dense_formula(name, jitter_val):
+    model, likelihood = gp(conditional=conditional(name), jitter_val=jitter_val), make_noise(0.07)
+    own = model.variational_strategy.conditional
+    if name == "beta":
+        own.beta = 0.25
+    if name == "per_point":
+        own.m = torch.linspace(0.2, 0.9, N)
+    actual = TighterELBO(likelihood, model, N)(call(model), P.y)
+    reference = Dense(model, likelihood.noise)
+    expected = reference.per_datum(scales(model, reference))
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=0.0)
+
+    parameters = dict([*model.named_parameters(), *likelihood.named_parameters()])
+    wanted = torch.autograd.grad(expected, list(parameters.values()))
+    for parameter, gradient, label in zip(
+        parameters.values(), torch.autograd.grad(actual, list(parameters.values())), parameters, strict=True
+    ):
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        assert gradient.abs().max() > 1e-6, label
+        target = wanted[list(parameters).index(label)]
+        torch.testing.assert_close(gradient, target, rtol=1e-8, atol=1e-9, msg=lambda text, at=label: f"{at}: {text}")
+        assert gradient.shape == parameter.shape
+
+
+def test_the_gradient_in_the_inputs_is_the_dense_one():
+    model, likelihood, x = gp(), make_noise(0.07), P.x.clone().requires_grad_()
+    reference = Dense(model, likelihood.noise, x)
+    expected = torch.autograd.grad(reference.per_datum(reference.best), x)[0]
+    actual = torch.autograd.grad(TighterELBO(likelihood, model, N)(model(x), P.y), x)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0, 2.5])
+def test_beta_tempers_the_kl_and_the_conditional_alike(beta):
+    model, likelihood = gp(), make_noise(0.07)
+    mll = TighterELBO(likelihood, model, N, beta=beta, combine_terms=False)
+    terms, reference = mll(model(P.x), P.y), Dense(model, likelihood.noise)
+    m = beta * reference.noise / (beta * reference.noise + reference.d)
+    torch.testing.assert_close(terms.log_likelihood, reference.log_likelihood(reference.s + m * reference.d).mean())
+    torch.testing.assert_close(terms.kl_divergence, beta * reference.kl / N)
+    torch.testing.assert_close(terms.conditional, beta * 0.5 * (m - 1 - torch.log(m)).mean())
+    price = 0.5 * beta * torch.log1p(reference.d / (beta * reference.noise))
+    whole = (reference.log_likelihood(reference.s) - price).mean() - beta * reference.kl / N
+    torch.testing.assert_close(terms.bound, whole)
+
+
+@pytest.mark.parametrize("beta", [0.3, 2.5])
+def test_the_tempered_scales_are_the_best_for_the_tempered_objective(beta):
+    model, likelihood = gp(), make_noise(0.07)
+    value = TighterELBO(likelihood, model, N, beta=beta)(model(P.x), P.y)
+    other = gp(conditional="beta")
+    for number in (0.02, 0.07, beta * 0.07, 0.3):
+        other.variational_strategy.conditional.beta = number
+        at_number = TighterELBO(likelihood, other, N, beta=beta)(other(P.x), P.y)
+        if number == beta * 0.07:
+            torch.testing.assert_close(at_number, value, rtol=1e-12, atol=0.0)
+        else:
+            assert at_number < value
+
+
+def test_the_value_lies_between_svgp_and_the_evidence():
+    noise = P.noise[0]
+    for seed in range(20):
+        q = dense.random_q(M, seed)
+        model = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales), q)
+        tighter = N * log_prob_of(make_noise(noise), model)
+        svgp = N * VariationalELBO(make_noise(noise), model, N)(model(P.x), P.y)
+        assert svgp < tighter < dense.evidence(P)
+
+
+def test_one_natural_gradient_step_lands_on_the_collapsed_bound():
+    for seed in range(3):
+        p = dense.problem(seed)
+        model = make_gp(p.z, make_kernel("rbf", p.variance, p.lengthscales), distribution=Q_FORMS["natural"])
+        randomize_q(model, seed)
+        likelihood = make_noise(p.noise[0])
+        mll = TighterELBO(likelihood, model, N)
+        optimizer = gpytorch.optim.NGD(model.variational_parameters(), num_data=N, lr=1.0)
+        assert N * mll(model(p.x), p.y) < dense.f4(p) - 1.0
+        (-mll(model(p.x), p.y)).backward()
+        optimizer.step()
+        torch.testing.assert_close(N * mll(model(p.x), p.y), dense.f4(p), rtol=1e-8, atol=0.0)
+
+
+# -- against VariationalELBO --------------------------------------------------------------------------------------------
+
+LIKELIHOODS = {
+    "gaussian": (lambda: make_noise(0.07), P.y),
+    "probit": (BernoulliLikelihood, (P.y > 0).double()),
+    "logit": (BernoulliLogitLikelihood, (P.y > 0).double()),
+}
+
+
+@FORMS
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_a_huge_beta_is_variational_elbo(form, kind):
+    make, y = LIKELIHOODS[kind]
+    model, stock = gp(form, conditional="beta"), gp(form, VariationalStrategy)
+    model.variational_strategy.conditional.beta = 1e12
+    actual = log_prob_of(make(), model, y=y)
+    torch.testing.assert_close(actual, VariationalELBO(make(), stock, N)(stock(P.x), y), rtol=1e-12, atol=0.0)
+
+
+@FORMS
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_variational_elbo_on_the_optimal_conditional_is_svgp(form, kind):
+    make, y = LIKELIHOODS[kind]
+    model, stock = gp(form, jitter_val=1e-4), gp(form, VariationalStrategy, jitter_val=1e-4)
+    actual = VariationalELBO(make(), model, N)(model(P.x), y)
+    torch.testing.assert_close(actual, VariationalELBO(make(), stock, N)(stock(P.x), y), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["beta", "scalar", "per_point"])
+@pytest.mark.parametrize(
+    "objective", [VariationalELBO, PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__
+)
+def test_other_objectives_on_a_learned_conditional_raise(name, objective):
+    model = gp(conditional=conditional(name))
+    with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO subtracts.*Use TighterELBO, or .*'optimal'"):
+        objective(make_noise(0.07), model, num_data=N)(call(model), P.y)
+
+
+@pytest.mark.parametrize("objective", [PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__)
+def test_other_objectives_on_the_optimal_conditional_are_those_of_svgp(objective):
+    model, stock = gp(jitter_val=1e-4), gp(strategy=VariationalStrategy, jitter_val=1e-4)
+    actual = objective(make_noise(0.07), model, num_data=N)(model(P.x), P.y)
+    torch.testing.assert_close(
+        actual, objective(make_noise(0.07), stock, num_data=N)(stock(P.x), P.y), rtol=1e-11, atol=0.0
+    )
+
+
+# -- terms, batches, modes ----------------------------------------------------------------------------------------------
+
+
+class Extra(gpytorch.mlls.AddedLossTerm):
+    def loss(self):
+        return torch.tensor(0.125)
+
+
+@pytest.mark.parametrize("name", ["optimal", "beta", "scalar", "per_point"])
+def test_the_terms_add_up_to_the_bound(name):
+    model = gp(conditional=conditional(name))
+    likelihood = GaussianLikelihood(noise_prior=gpytorch.priors.GammaPrior(2.0, 3.0))
+    model.covar_module.register_prior("scale_prior", gpytorch.priors.GammaPrior(1.5, 2.0), "outputscale")
+    model.register_added_loss_term("extra")
+    model.update_added_loss_term("extra", Extra())
+    terms = TighterELBO(likelihood, model, N, beta=0.7, combine_terms=False)(call(model), P.y)
+    assert terms._fields == ("log_likelihood", "kl_divergence", "log_prior", "added_loss", "conditional")
+    assert terms.added_loss == 0.125
+    prior = gpytorch.priors.GammaPrior(2.0, 3.0).log_prob(likelihood.noise).sum()
+    prior = prior + gpytorch.priors.GammaPrior(1.5, 2.0).log_prob(model.covar_module.outputscale)
+    torch.testing.assert_close(terms.log_prior, prior / N)
+    whole = TighterELBO(likelihood, model, N, beta=0.7)(call(model), P.y)
+    total = terms.log_likelihood - terms.kl_divergence + terms.log_prior - terms.added_loss - terms.conditional
+    torch.testing.assert_close(whole, total, rtol=1e-14, atol=0.0)
+    assert terms.bound == whole
+    assert min(terms.kl_divergence, terms.conditional) > 0
+
+
+@pytest.mark.parametrize("name", ["optimal", "beta", "scalar", "per_point"])
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_mini_batches_average_to_the_full_bound(name, kind):
+    if name == "optimal" and kind != "gaussian":
+        pytest.skip("no closed form")
+    make, y = LIKELIHOODS[kind]
+    model = gp(conditional=conditional(name), jitter_val=1e-3)
+    mll = TighterELBO(make(), model, N)
+    weighted = sum(
+        (rows.stop - rows.start) / N * mll(call(model, P.x[rows], rows), y[rows]) for rows in UNEVEN
+    )  # the last batch is smaller
+    torch.testing.assert_close(weighted, mll(call(model), y), rtol=1e-12, atol=0.0)
+
+
+def test_a_second_forward_pass_does_not_change_the_value_of_the_first():
+    model, likelihood = gp(), make_noise(0.07)
+    mll = TighterELBO(likelihood, model, N)
+    expected = mll(model(P.x), P.y)
+    q = model(P.x)
+    model(P.x[:4] + 1.0)
+    with torch.no_grad():
+        model(P.x[:2])
+    assert torch.equal(mll(q, P.y), expected)
+
+
+def test_a_batch_of_models_has_one_bound_each():
+    batch = torch.Size([3])
+    kernel = gpytorch.kernels.ScaleKernel(
+        gpytorch.kernels.RBFKernel(ard_num_dims=2, batch_shape=batch), batch_shape=batch
+    )
+    kernel.outputscale = torch.tensor([0.5, 1.0, 2.0])
+    kernel.base_kernel.lengthscale = torch.tensor([[[0.6, 0.8]], [[1.0, 1.2]], [[0.9, 0.7]]])
+    model = randomize_q(make_gp(P.z, kernel, batch_shape=batch, jitter_val=1e-4))
+    likelihood = GaussianLikelihood(batch_shape=batch)
+    likelihood.noise = torch.tensor([[0.1], [0.2], [0.05]])
+    y = P.y + torch.randn(3, N)
+    together = log_prob_of(likelihood, model, y=y)
+    shared_y = log_prob_of(likelihood, model)
+    assert together.shape == batch
+    for i in range(3):
+        single = make_gp(
+            P.z,
+            make_kernel("rbf", kernel.outputscale[i].item(), kernel.base_kernel.lengthscale[i, 0].detach()),
+            (
+                model.variational_strategy._variational_distribution.variational_mean[i].detach(),
+                model.variational_strategy._variational_distribution.chol_variational_covar[i].detach(),
+            ),
+            jitter_val=1e-4,
+        )
+        noise = make_noise(likelihood.noise[i, 0].detach())
+        torch.testing.assert_close(together[i], log_prob_of(noise, single, y=y[i]))
+        torch.testing.assert_close(shared_y[i], log_prob_of(noise, single))
+
+
+# -- Gaussian noise in all of GPyTorch's forms --------------------------------------------------------------------------
+
+FIXED = torch.linspace(0.02, 0.5, N, dtype=torch.float64)
+
+
+def fixed_noise(learned):
+    likelihood = FixedNoiseGaussianLikelihood(FIXED.clone(), learn_additional_noise=learned is not None)
+    if learned is not None:
+        likelihood.second_noise = learned
+    return likelihood
+
+
+@pytest.mark.parametrize("learned", [None, 0.11])
+@pytest.mark.parametrize("name", ["optimal", "beta"])
+def test_fixed_noise_has_one_scale_per_point(learned, name):
+    model, likelihood = gp(conditional=name), fixed_noise(learned)
+    reference = Dense(model, FIXED + (learned or 0.0))
+    expected = reference.per_datum(scales(model, reference))
+    torch.testing.assert_close(log_prob_of(likelihood, model), expected, rtol=1e-11, atol=0.0)
+    torch.testing.assert_close(log_prob_of(likelihood, model, noise=FIXED), expected, rtol=1e-11, atol=0.0)
+
+
+@pytest.mark.parametrize("learned", [None, 0.11])
+def test_fixed_noise_given_with_the_batch_replaces_the_stored_one(learned):
+    model = gp()
+    reference = Dense(model, FIXED.flip(0) + (learned or 0.0))
+    actual = log_prob_of(fixed_noise(learned), model, noise=FIXED.flip(0))
+    torch.testing.assert_close(actual, reference.per_datum(reference.best), rtol=1e-11, atol=0.0)
+
+
+@pytest.mark.parametrize("learned", [None, 0.11])
+def test_fixed_noise_on_mini_batches(learned):
+    model, likelihood = gp(), fixed_noise(learned)
+    mll = TighterELBO(likelihood, model, N)
+    weighted = 0.0
+    for rows in UNEVEN:
+        value = mll(model(P.x[rows]), P.y[rows], noise=FIXED[rows])
+        reference = Dense(model, FIXED[rows] + (learned or 0.0), P.x[rows], P.y[rows])
+        torch.testing.assert_close(value, reference.per_datum(reference.best), rtol=1e-11, atol=0.0)
+        weighted = weighted + (rows.stop - rows.start) / N * value
+    torch.testing.assert_close(weighted, mll(model(P.x), P.y), rtol=1e-12, atol=0.0)
+
+
+def test_the_learned_part_of_fixed_noise_gets_the_dense_gradient():
+    model, likelihood = gp(), fixed_noise(0.11)
+    rows = UNEVEN[1]
+    parameter = likelihood.second_noise_covar.raw_noise
+    actual = TighterELBO(likelihood, model, N)(model(P.x[rows]), P.y[rows], noise=FIXED[rows])
+    reference = Dense(model, FIXED[rows] + likelihood.second_noise, P.x[rows], P.y[rows])
+    wanted = torch.autograd.grad(reference.per_datum(reference.best), parameter)
+    torch.testing.assert_close(torch.autograd.grad(actual, parameter), wanted, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("learned", [None, 0.11])
+def test_fixed_noise_refuses_a_batch_whose_noise_it_does_not_know(learned):
+    model, likelihood = gp(), fixed_noise(learned)
+    mll, before = TighterELBO(likelihood, model, N), state(model)
+    with pytest.raises(ValueError, match=r"got 17 stored noise variances for a batch of 6.*noise=noise\[rows\]"):
+        mll(model(P.x[:6]), P.y[:6])
+    with pytest.raises(ValueError, match=r"got noise= of 5 for a batch of 6"):
+        mll(model(P.x[:6]), P.y[:6], noise=FIXED[:5])
+    assert_state(model, before)
+
+
+MISSING = torch.tensor([1, 4, 16])
+
+
+def with_missing(y):
+    return y.clone().index_fill_(0, MISSING, float("nan"))
+
+
+def missing_obs_likelihood():
+    with pytest.warns(DeprecationWarning, match="observation_nan_policy"):
+        likelihood = GaussianLikelihoodWithMissingObs(noise_constraint=gpytorch.constraints.Positive())
+    likelihood.noise = 0.07
+    return likelihood, "ignore"
+
+
+NAN_TREATMENTS = {
+    "missing_obs": missing_obs_likelihood,
+    "mask": lambda: (make_noise(0.07), "mask"),
+    "fill": lambda: (make_noise(0.07), "fill"),
+    "fixed_noise_mask": lambda: (fixed_noise(None), "mask"),
+}
+
+
+@pytest.mark.parametrize("treatment", NAN_TREATMENTS)
+@pytest.mark.parametrize("name", ["optimal", "beta", "per_point"])
+def test_missing_targets_are_left_out_with_their_price(treatment, name):
+    likelihood, policy = NAN_TREATMENTS[treatment]()
+    model = gp(conditional=conditional(name))
+    with observation_nan_policy(policy):
+        actual = TighterELBO(likelihood, model, N)(call(model), with_missing(P.y))
+    noise = FIXED if treatment == "fixed_noise_mask" else torch.tensor(0.07)
+    reference = Dense(model, noise)
+    m = scales(model, reference)
+    points = reference.log_likelihood(reference.s + m * reference.d) - 0.5 * (m - 1 - torch.log(m))
+    seen = torch.ones(N, dtype=torch.bool).index_fill_(0, MISSING, False)
+    expected = points[seen].sum() / N - reference.kl / N  # a mean over all rows: what is missing adds nothing
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=0.0)
+    parameters = [p for p in [*model.parameters(), *likelihood.parameters()] if p.requires_grad]
+    gradients = torch.autograd.grad(actual, parameters)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, parameters, allow_unused=True), strict=True):
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        assert torch.isfinite(gradient).all()
+        if wanted is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["mask", "fill"])
+@pytest.mark.parametrize(
+    ("likelihood", "targets"),
+    [
+        (BernoulliLogitLikelihood, (P.y > 0).double()),
+        (BernoulliLikelihood, (P.y > 0).double()),
+        (PoissonLikelihood, P.y.abs().round()),
+        (LaplaceLikelihood, P.y),
+    ],
+    ids=["logit", "probit", "poisson", "laplace"],
+)
+def test_missing_targets_of_other_likelihoods_are_left_out_too(policy, likelihood, targets):
+    model, likelihood = gp(conditional="beta"), likelihood()
+    mll = TighterELBO(likelihood, model, N, combine_terms=False)
+    seen = torch.ones(N, dtype=torch.bool).index_fill_(0, MISSING, False)
+    wanted = mll(model(P.x[seen]), targets[seen])
+    with observation_nan_policy(policy):
+        terms = mll(model(P.x), with_missing(targets))
+        gradients = torch.autograd.grad(terms.bound, list(model.parameters()))
+    share = seen.sum() / N
+    torch.testing.assert_close(terms.log_likelihood, share * wanted.log_likelihood)
+    torch.testing.assert_close(terms.conditional, share * wanted.conditional)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+# -- float32 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn], ids=["uniform", "normal"])
+@pytest.mark.parametrize(("dim", "lengthscale"), [(2, 0.3), (4, 1.5)])
+def test_float32_at_tiny_noise_stays_close_to_float64_and_below_the_evidence(draw, dim, lengthscale):
+    num_data, num_inducing, noise = 600, 512, 1e-4
+    x = draw(num_data, dim).float().double()
+    kernel = make_kernel("rbf", 1.0, torch.full((dim,), lengthscale))
+    covariance = kernel(x).to_dense().detach() + noise * torch.eye(num_data)
+    y = (torch.linalg.cholesky(covariance) @ torch.randn(num_data)).float().double()
+    model, likelihood = make_gp(x[torch.randperm(num_data)[:num_inducing]], kernel, jitter_val=1e-6), make_noise(noise)
+    tighter_gp.set_optimal_q(model, likelihood, x, y)
+    model, likelihood = model.float().double(), likelihood.float().double()  # both precisions see the same parameters
+    with torch.no_grad():
+        exact = log_prob_of(likelihood, model, x, y, num_data)
+    narrow, narrow_likelihood = copy.deepcopy(model).float(), copy.deepcopy(likelihood).float()
+    value = log_prob_of(narrow_likelihood, narrow, x.float(), y.float(), num_data)
+    value.backward()
+    for parameter in [*narrow.parameters(), *narrow_likelihood.parameters()]:
+        assert torch.isfinite(parameter.grad).all()
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(num_data), covariance).log_prob(y) / num_data
+    assert value.dtype == torch.float32
+    assert value.double() < evidence
+    assert (value.double() - exact).abs() < 0.02
+
+
+@pytest.mark.parametrize("name", ["optimal", "beta", "scalar"])
+def test_float32_with_inducing_points_on_the_data_is_finite(name):
+    model = make_gp(P.x.float(), make_kernel("rbf", 1.0, P.lengthscales), conditional=name, jitter_val=1e-6).float()
+    likelihood = make_noise(1e-4).float()
+    value = TighterELBO(likelihood, model, N)(model(P.x.float()), P.y.float())
+    value.backward()
+    assert torch.isfinite(value)
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+# -- is it a bound? -----------------------------------------------------------------------------------------------------
+
+
+class Concave(StudentTLikelihood):
+    is_log_concave = True
+
+
+@pytest.mark.parametrize("name", ["beta", "per_point"])
+def test_a_likelihood_that_may_not_be_log_concave_warns_once(name):
+    model, likelihood = gp(conditional=conditional(name)), StudentTLikelihood()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mll = TighterELBO(likelihood, model, N)
+        for _ in range(3):
+            mll(call(model), P.y).backward()
+        tighter_gp.evaluate_bound(model, likelihood, P.x, P.y)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    text = str(caught[0].message)
+    assert "StudentTLikelihood is not known to be log-concave" in text
+    assert "not a strict bound; conditional='scalar' is strict" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "likelihood"),
+    [("scalar", StudentTLikelihood), ("beta", Concave), ("beta", LaplaceLikelihood), ("beta", BernoulliLikelihood)],
+)
+def test_no_warning_where_the_bound_is_strict(name, likelihood):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TighterELBO(likelihood(), gp(conditional=name), N)
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def refused(error, message, function, model):
+    before, training = state(model), model.training
+    with pytest.raises(error, match=message):
+        function()
+    assert_state(model, before)
+    assert model.training == training
+
+
+@pytest.mark.parametrize("num_data", [0, -3])
+def test_num_data_must_be_positive(num_data):
+    model = gp()
+    message = f"number of training points; got {num_data}"
+    refused(ValueError, message, lambda: TighterELBO(make_noise(1), model, num_data), model)
+
+
+@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
+def test_the_tempering_must_be_positive(beta):
+    model = gp()
+    refused(ValueError, "beta must be positive; got", lambda: TighterELBO(make_noise(1), model, N, beta=beta), model)
+
+
+def test_num_data_smaller_than_the_batch():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N - 1)
+    message = "batch has 17 points but num_data=16; num_data is the size of the whole training set"
+    refused(ValueError, message, lambda: mll(model(P.x), P.y), model)
+
+
+def test_a_tensor_in_place_of_q():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    message = r"needs q\(f\), got a tensor: call mll\(model\(x\), y\).*gplvm.LatentVariableELBO"
+    refused(TypeError, message, lambda: mll(P.x, P.y), model)
+
+
+def test_targets_that_are_bool():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    refused(TypeError, r"Targets are bool.*y\.float\(\)", lambda: mll(model(P.x), P.y > 0), model)
+
+
+@pytest.mark.parametrize("likelihood", [BernoulliLikelihood, StudentTLikelihood, PoissonLikelihood])
+def test_a_likelihood_without_a_closed_form_under_optimal(likelihood):
+    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
+    message = (
+        f"closed form for Gaussian noise only; got {likelihood.__name__}.*conditional='optimal', 'beta' or 'scalar'"
+    )
+    refused(TypeError, message, lambda: TighterELBO(likelihood(), model, N), model)
+
+
+def test_an_error_names_the_conditional_without_a_closed_form():
+    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
+    with pytest.raises(TypeError, match=r"^Blocks has a closed form for Gaussian noise only"):
+        TighterELBO(BernoulliLikelihood(), model, N)
+
+
+BAD_TARGETS = {
+    "column": (P.y.unsqueeze(-1), r"shape \(17,\) to fit q\(f\); got \(17, 1\).*squeeze a trailing dimension of one"),
+    "row": (P.y.expand(3, N), r"shape \(17,\) to fit q\(f\); got \(3, 17\)"),
+    "short": (P.y[:5], r"shape \(17,\) to fit q\(f\); got \(5,\)"),
+    "single": (P.y[:1], r"shape \(17,\) to fit q\(f\); got \(1,\)"),
+    "number": (P.y[0], r"shape \(17,\) to fit q\(f\); got \(\)"),
+    "nan": (
+        with_missing(P.y),
+        r"3 of 17 targets are NaN or infinite; drop them, or .*observation_nan_policy\('fill'\)",
+    ),
+    "inf": (P.y / torch.arange(N), r"1 of 17 targets are NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize(("y", "message"), BAD_TARGETS.values(), ids=BAD_TARGETS)
+@pytest.mark.parametrize("name", ["optimal", "beta"])
+def test_bad_targets(y, message, name):
+    model = gp(conditional=name)
+    mll = TighterELBO(make_noise(0.1), model, N)
+    refused(ValueError, message, lambda: mll(model(P.x), y), model)
+
+
+def test_targets_of_another_batch_shape():
+    model = gp(batch_shape=torch.Size([3]))
+    mll = TighterELBO(make_noise(0.1), model, N)
+    message = r"shape \(3, 17\) to fit q\(f\); got \(2, 17\)"
+    refused(ValueError, message, lambda: mll(model(P.x), P.y.expand(2, N)), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", "blocks"])
+def test_q_from_eval_mode_has_the_value_of_training(conditional, dtype):
+    if conditional == "blocks":
+        conditional = tighter_gp.Blocks(torch.arange(N) % 3)
+    model, likelihood = gp(conditional=conditional).to(dtype), make_noise(0.1).to(dtype)
+    mll, x, y = TighterELBO(likelihood, model, N), P.x.to(dtype), P.y.to(dtype)
+    expected = mll(model(x), y)
+    found = mll(model.eval()(x), y)
+    torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=0)
+
+
+def test_per_point_scales_of_eval_mode_need_an_index():
+    model = gp(conditional=tighter_gp.PerPoint(N))
+    mll, rows = TighterELBO(make_noise(0.1), model, N), torch.arange(N)
+    expected = mll(model(P.x, index=rows), P.y)
+    model.eval()
+    torch.testing.assert_close(mll(model(P.x, index=rows), P.y), expected, rtol=1e-10, atol=0)
+    with pytest.raises(ValueError, match=r"call model\(x, index=rows\)"):
+        mll(model(P.x), P.y)
+
+
+def test_other_objectives_are_refused_in_training_mode_only():
+    model, likelihood = gp(conditional="beta"), make_noise(0.1)
+    other = VariationalELBO(likelihood, model, N)
+    with pytest.raises(TypeError, match="overstate the bound"):
+        other(model(P.x), P.y)
+    stock = gp()
+    expected = VariationalELBO(likelihood, stock, N)(stock(P.x), P.y)
+    torch.testing.assert_close(other(model.eval()(P.x), P.y), expected, rtol=1e-9, atol=0)
+
+
+def test_a_slice_of_q():
+    model = gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    refused(TypeError, "as it is, unsliced", lambda: mll(model(P.x)[:5], P.y[:5]), model)
+
+
+def test_q_of_another_model():
+    model, other = gp(), gp()
+    mll = TighterELBO(make_noise(0.1), model, N)
+    refused(ValueError, "comes from another model", lambda: mll(other(P.x), P.y), model)
+
+
+class Wrapped(GP):
+    """OrthogonallyDecoupledVariationalStrategy around one of ours: the outer q(f) is not of the tighter family."""
+
+    def __init__(self):
+        inner = lambda model: tighter_gp.TighterVariationalStrategy(model, P.z, Q_FORMS["cholesky"](M))
+        super().__init__(
+            lambda model: gpytorch.variational.OrthogonallyDecoupledVariationalStrategy(
+                inner(model), P.x[:4], Q_FORMS["delta"](4)
+            )
+        )
+
+
+FOREIGN = {
+    "VariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
+    "UnwhitenedVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
+    "CiqVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls, distribution=Q_FORMS["natural"]),
+    "BatchDecoupledVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
+    "LargeBatchVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
+    "NNVariationalStrategy": lambda cls: GP(
+        lambda model: cls(model, P.x, Q_FORMS["mean_field"](N), k=3, training_batch_size=5)
+    ),
+    "OrthogonallyDecoupledVariationalStrategy": lambda cls: Wrapped(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Tried to import faiss:ImportWarning")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_strategy_that_is_not_ours(name):
+    model = FOREIGN[name](getattr(gpytorch.variational, name))
+    message = f"such as TighterVariationalStrategy; got {name}.*use gpytorch.mlls.VariationalELBO"
+    refused(TypeError, message, lambda: TighterELBO(make_noise(0.1), model, N), model)
+
+
+def test_a_multitask_wrapper_around_a_strategy_that_is_not_ours():
+    inner = lambda model: VariationalStrategy(model, P.z, Q_FORMS["cholesky"](M, batch_shape=torch.Size([2])))
+    model = GP(lambda model: gpytorch.variational.IndependentMultitaskVariationalStrategy(inner(model), num_tasks=2))
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
+    with pytest.raises(TypeError, match=r"needs a strategy of tighter_gp.*got VariationalStrategy"):
+        TighterELBO(likelihood, model, N)
+
+
+def test_a_model_without_a_variational_strategy():
+    with pytest.raises(TypeError, match="a model with a variational_strategy; got Linear"):
+        TighterELBO(make_noise(0.1), torch.nn.Linear(1, 1), N)

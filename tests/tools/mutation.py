@@ -1,0 +1,269 @@
+"""Break the mathematics in many small ways and see whether a test notices: ``python -m tests.tools.mutation --count 80``.
+
+Each mutant is a copy of the repository in which one expression of one file is changed: a sign, an operator, a constant,
+a dropped square or transpose, a condition turned round. It is killed if a test fails. Error messages, annotations and
+docstrings are left alone. Mutants are drawn with a seed, the same number from each file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The files that are broken, and the tests that must notice, the quickest first: paths below tests/.
+_STRATEGIES = (
+    "strategies/test_tighter_variational_strategy",
+    "test_golden",
+    "strategies/test_conformance",
+    "strategies/test_solve_gp_variational_strategy",
+)
+TARGETS = {
+    "maths/bounds.py": ("maths/test_bounds", "test_golden", "conditionals/test_blocks", "mlls/test_tighter_elbo"),
+    "maths/moments.py": ("maths/test_moments", "test_golden", "test_full_data", "maths/test_solve_gp"),
+    "maths/fused.py": ("maths/test_fused", "maths/test_linalg", "maths/test_solve_gp", "test_golden"),
+    "maths/linalg.py": ("maths/test_linalg", "maths/test_moments", "test_golden", "training/test_survival"),
+    "maths/solve_gp.py": ("maths/test_solve_gp", "strategies/test_solve_gp_variational_strategy", "test_full_data"),
+    "maths/collapsed.py": ("maths/test_bounds", "collapsed/test_collapsed_gp", "test_golden", "gplvm/test_collapsed"),
+    "prior/kernels.py": ("prior/test_kernels", "prior/test_precision", "test_golden"),
+    "prior/precision.py": ("prior/test_precision", "prior/test_kernels", "training/test_survival"),
+    "prior/projector.py": ("test_posterior", "prior/test_precision", *_STRATEGIES, "training/test_survival"),
+    "conditionals/base.py": ("conditionals/test_conditionals", "conditionals/test_blocks", "mlls/test_tighter_elbo"),
+    "conditionals/blocks.py": ("conditionals/test_blocks",),
+    "conditionals/learned.py": ("conditionals/test_conditionals", "test_state"),
+    "conditionals/optimal.py": ("conditionals/test_optimal", "mlls/test_tighter_elbo"),
+    "carrier.py": ("test_carrier", "test_carrier_conformance", "strategies/test_wrappers"),
+    "strategies/base.py": (
+        *_STRATEGIES,
+        "test_full_data",
+        "training/test_natural_gradients",
+        "training/test_survival",
+        "test_state",
+        "conditionals/test_blocks",
+    ),
+    "strategies/solve_gp_variational_strategy.py": (
+        "strategies/test_solve_gp_variational_strategy",
+        "strategies/test_solve_gp_wrappers",
+        "strategies/test_solve_gp_training",
+        "strategies/test_solve_gp_state",
+        "maths/test_solve_gp",
+    ),
+    "mlls/tighter_elbo.py": ("mlls/test_tighter_elbo", "test_golden", "strategies/test_deep_gp"),
+    "mlls/data_terms.py": (
+        "mlls/test_tighter_elbo",
+        "test_golden",
+        "conditionals/test_optimal",
+        "strategies/test_wrappers",
+    ),
+    "mlls/wrapped.py": ("strategies/test_wrappers", "strategies/test_deep_gp", "mlls/test_tighter_elbo"),
+    "collapsed/sums.py": ("collapsed/test_collapsed_gp", "test_full_data", "test_diagnostics"),
+    "collapsed/collapsed_gp.py": ("collapsed/test_collapsed_gp", "training/test_collapsed"),
+    "kernels/tighter_inducing_point_kernel.py": ("kernels/test_tighter_inducing_point_kernel", "test_golden"),
+    "predictions/latent.py": ("predictions/test_latent", "test_golden", "test_posterior"),
+    "predictions/marginals.py": ("predictions/test_observations", "predictions/test_log_density"),
+    "predictions/distribution.py": ("predictions/test_observations", "predictions/test_log_density"),
+    "training/guard.py": ("training/test_guard", "training/test_survival"),
+    "training/steps.py": ("training/test_optimizers", "training/test_loop", "training/test_natural_gradients"),
+    "training/batches.py": ("training/test_batches", "training/test_loaders"),
+    "training/validation.py": ("training/test_validation",),
+}
+# Mutants that survive for a reason, given beside them: file, statement, expression, what replaces it.
+EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    # What is made of the factor has a backward pass of its own, which gives it no gradient: a graph would only cost memory.
+    (
+        "prior/projector.py",
+        "matrix = inducing_covar.detach().to(dtype, copy=True)",
+        "inducing_covar.detach()",
+        "inducing_covar",
+    ),
+    # The weights of the two ends of a bracket steer the speed of a root search, which ends at the same root.
+    (
+        "conditionals/optimal.py",
+        "excess_above = torch.where(is_below, torch.where(stuck, 0.5, 1.0) * excess_above, value)",
+        "1.0",
+        "3.0",
+    ),
+    *(
+        (
+            "conditionals/optimal.py",
+            "excess_below = torch.where(is_below, value, torch.where(stuck, 0.5, 1.0) * excess_below)",
+            *change,
+        )
+        for change in (
+            ("1.0", "3.0"),
+            ("0.5", "2.0"),
+            ("torch.where(stuck, 0.5, 1.0) * excess_below", "torch.where(stuck, 0.5, 1.0) / excess_below"),
+        )
+    ),
+)
+
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+DROPPED_CALLS = {"square", "sqrt", "reciprocal", "clamp_min", "detach", "sum", "tril", "log1p", "log"}
+DROPPED_ATTRIBUTES = {"mT"}
+
+
+class Mutant(NamedTuple):
+    """One change.
+
+    :param file: Below ``tighter_gp``.
+    :param line: Where.
+    :param statement: What it is in, the first line of it.
+    :param before: The expression.
+    :param after: What it became.
+    :param source: The whole file, changed.
+    """
+
+    file: str
+    line: int
+    statement: str
+    before: str
+    after: str
+    source: str
+
+
+def _changes(node: ast.AST) -> Iterator[ast.expr]:
+    """What one expression may become."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) is float:
+        yield ast.Constant(2 * node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED_CALLS:
+        yield node.func.value
+    elif isinstance(node, ast.Attribute) and node.attr in DROPPED_ATTRIBUTES:
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield ast.IfExp(node.test, node.orelse, node.body)
+
+
+def mutants(file: str) -> list[Mutant]:
+    """All mutants of a file."""
+    tree = ast.parse((ROOT / "tighter_gp" / file).read_text(encoding="utf-8"))
+    places: list[tuple[ast.AST, str, int | None, str]] = []
+
+    def visit(node: ast.AST, statement: str = "") -> None:
+        if isinstance(node, (ast.Raise, ast.JoinedStr)):
+            return
+        if isinstance(node, ast.stmt):
+            statement = ast.unparse(node).partition("\n")[0]
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "bases"):
+                continue
+            if isinstance(node, (ast.If, ast.While)) and name == "test":
+                places.append((node, name, None, statement))
+            for position, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(child, ast.AST):
+                    if isinstance(child, ast.expr):
+                        places.append((node, name, position, statement))
+                    visit(child, statement)
+
+    visit(tree)
+    found = []
+    for parent, name, position, statement in places:
+        value = getattr(parent, name)
+        original = value if position is None else value[position]
+        changes = list(_changes(original))
+        if isinstance(parent, (ast.If, ast.While)) and name == "test" and not changes:
+            changes = [ast.UnaryOp(ast.Not(), original)]
+        for change in changes:
+            _put(parent, name, position, change)
+            source = ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree)))
+            texts = ast.unparse(original), ast.unparse(change)
+            found.append(Mutant(file, original.lineno, statement, *texts, source))
+            _put(parent, name, position, original)
+    return list({mutant.source: mutant for mutant in found}.values())
+
+
+def _put(parent: ast.AST, name: str, position: int | None, node: ast.AST) -> None:
+    if position is None:
+        setattr(parent, name, node)
+    else:
+        getattr(parent, name)[position] = node
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """As many mutants, shared among the files."""
+    generator, chosen = random.Random(seed), []
+    for i, file in enumerate(TARGETS):
+        candidates = mutants(file)
+        share = count * (i + 1) // len(TARGETS) - count * i // len(TARGETS)
+        chosen += generator.sample(candidates, min(share, len(candidates)))
+    return chosen
+
+
+def outcome(mutant: Mutant, seconds: float | None = None) -> str:
+    """``"survived"`` if every test passes with the mutant in place, else ``"killed"`` or ``"timed out"``."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder)
+        for name in ("tighter_gp", "tests", "benchmarks"):
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / name, copied / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", copied)
+        (copied / "tighter_gp" / mutant.file).write_text(mutant.source, encoding="utf-8")
+        tests = [f"tests/{name}.py" for name in TARGETS[mutant.file]]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(copied), "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=copied, env=environment, capture_output=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return "timed out"
+        if done.returncode not in (0, 1, 2):
+            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout.decode()[-500:]}")
+        return "survived" if done.returncode == 0 else "killed"
+
+
+def main() -> int:
+    """Draw mutants, try each, print the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=5.0, help="a mutant may take this many times as long as none")
+    parser.add_argument("--out", type=Path, help="file for one JSON line per mutant, as they are done")
+    args = parser.parse_args()
+    chosen = draw(args.count, args.seed)
+    limits: dict[str, float] = {}
+
+    def time_without(file: str) -> None:
+        source, started = (ROOT / "tighter_gp" / file).read_text(encoding="utf-8"), time.monotonic()
+        if outcome(Mutant(file, 0, "", "", "", source)) != "survived":
+            raise RuntimeError(f"The tests of {file} fail without a mutant.")
+        limits[file] = args.patience * (time.monotonic() - started)
+
+    def attempt(mutant: Mutant) -> tuple[Mutant, str]:
+        return mutant, outcome(mutant, limits[mutant.file])
+
+    ends: dict[str, list[Mutant]] = {"killed": [], "timed out": [], "equivalent": [], "survived": []}
+    with ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(time_without, TARGETS))
+        for mutant, end in pool.map(attempt, chosen):
+            if end == "survived" and (mutant.file, *mutant[2:5]) in EQUIVALENT:
+                end = "equivalent"
+            ends[end].append(mutant)
+            print(f"{end:10} {mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+            if args.out is not None:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**mutant._asdict(), "source": None, "end": end}) + "\n")
+    print(f"\nOf {len(chosen)} mutants: " + ", ".join(f"{len(found)} {end}" for end, found in ends.items()) + ".")
+    return int(len(ends["survived"]) > 0.05 * len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
