@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tighter_gp"
 
 # The rooms of the house, in order. A module imports from rooms above its own, or from its own.
 ROOMS = {
-    "tools": ("checks", "modes", "recording", "settings"),
+    "tools": ("checks", "draws", "modes", "recording", "settings"),
     "maths": ("maths",),
     "prior": ("prior",),
     "family": ("carrier", "conditionals", "inducing", "likelihoods"),

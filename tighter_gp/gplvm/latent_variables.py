@@ -97,7 +97,7 @@ class VariationalLatents(Latents):
         self.sparse = sparse
         self.register_parameter("mean", Parameter(start.detach().clone()))
         self.register_parameter("raw_stddev", Parameter(torch.zeros_like(start)))
-        self.register_constraint("raw_stddev", Positive())
+        self.register_constraint("raw_stddev", Positive().to(start.device))
         self.stddev = torch.as_tensor(stddev)
         self.prior = LatentPrior(prior, start)
 
