@@ -19,10 +19,10 @@ PACKAGE = ROOT / "tighter_gp"
 
 # The rooms of the house, in order. A module imports from rooms above its own, or from its own.
 ROOMS = {
-    "tools": ("checks", "draws", "modes", "recording", "settings"),
+    "tools": ("arguments", "checks", "data", "draws", "modes", "recording", "settings"),
     "maths": ("maths",),
     "prior": ("prior",),
-    "family": ("carrier", "conditionals", "inducing", "likelihoods"),
+    "family": ("carrier", "conditionals", "inducing", "labels", "likelihoods"),
     "models": ("collapsed", "kernels", "mlls", "strategies"),
     "answers": ("diagnostics", "export", "full_data", "posterior", "predictions"),
     "programs": ("compiled", "gplvm", "models", "training"),

@@ -6,7 +6,7 @@ import unittest
 
 import pytest
 import torch
-from linear_operator import to_linear_operator
+from linear_operator import settings, to_linear_operator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 
 from tighter_gp.carrier import Carrier, HadamardLinearOperator, ImplicitLinearOperator, VarianceLinearOperator
@@ -29,6 +29,7 @@ class Suite(LinearOperatorTestCase):
     def setUp(self):
         super().setUp()
         torch.set_default_dtype(torch.float32)
+        self.enterContext(settings.fast_computations(True, True, True))  # which BoTorch turns off at import
 
 
 class TestImplicit(Suite, unittest.TestCase):

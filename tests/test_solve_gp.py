@@ -32,7 +32,8 @@ from tighter_gp.moments import Whitened
 import tighter_gp
 from tests import dense
 from tests.factories import GP, make_gp, make_kernel, make_noise
-from tighter_gp import SolveGPVariationalStrategy, TighterELBO, bounds, moments
+from tighter_gp import SolveGPVariationalStrategy, TighterELBO
+from tighter_gp.maths import solve_gp
 from tighter_gp.maths.fused import fused_moments
 
 DISTRIBUTIONS = (
@@ -245,8 +246,8 @@ def test_closed_form_is_the_dense_one(hetero):
     j = Joint(2, hetero)
     H = j.projection()
     d = j.p.Kff.diagonal() - H.square().sum(0)
-    base = bounds.solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
-    tight = bounds.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
+    base = solve_gp.solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
+    tight = solve_gp.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
     torch.testing.assert_close(base, j.collapsed(trace), rtol=1e-10, atol=0.0)
     torch.testing.assert_close(tight, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
 
@@ -254,7 +255,7 @@ def test_closed_form_is_the_dense_one(hetero):
 def test_closed_form_is_the_bound_at_the_optimal_q():
     j = Joint(3, hetero=True)
     H = j.projection()
-    q_u, q_v = moments.optimal_solve_gp_whitened(H, j.p.y, j.p.noise, MU)
+    q_u, q_v = solve_gp.optimal_solve_gp_whitened(H, j.p.y, j.p.noise, MU)
     value = j.uncollapsed((q_u.mean, q_u.root), (q_v.mean, q_v.root), None)
     torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
 
@@ -273,7 +274,7 @@ def test_set_optimal_q_is_stationary_for_every_form(kind_u, kind_v):
 
 def test_orthogonal_cholesky_is_the_cholesky_factor():
     p = dense.problem(5, m=MU + MV)
-    torch.testing.assert_close(moments.orthogonal_cholesky(p.Kuu, MU), torch.linalg.cholesky(p.Kuu))
+    torch.testing.assert_close(solve_gp.orthogonal_cholesky(p.Kuu, MU), torch.linalg.cholesky(p.Kuu))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -283,8 +284,8 @@ def test_order_of_the_bounds(seed):
     d = (j.p.Kff.diagonal() - H.square().sum(0)).clamp_min(0.0)
     chain = [
         dense.f1(j.only_u),
-        bounds.solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
-        bounds.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
+        solve_gp.solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
+        solve_gp.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
         dense.f4(j.p),
         dense.evidence(j.p),
     ]
@@ -429,7 +430,7 @@ def moment_inputs(kind_u: str, kind_v: str, batch=()):
 def test_fused_moments_equal_the_plain_ones_with_gradients(kind_u, kind_v, batch):
     (covar, cross, variance), q_u, q_v = moment_inputs(kind_u, kind_v, batch)
     inputs = [covar, cross, variance, *(t for q in (q_u, q_v) for t in q if t is not None)]
-    plain = moments.solve_gp_moments(moments.orthogonal_cholesky(covar, MU), cross, variance, q_u, q_v)
+    plain = solve_gp.solve_gp_moments(solve_gp.orthogonal_cholesky(covar, MU), cross, variance, q_u, q_v)
     chol = torch.linalg.cholesky(covar.detach())
     fused = fused_moments(covar, chol, cross, variance, q_u, q_v)
     weights = [torch.randn(fused.mean.shape) for _ in range(3)]
@@ -510,7 +511,7 @@ def test_the_closed_form_factorises_blocks_only():
     sizes = factorised_sizes(lambda: tighter_gp.set_optimal_q(model, make_noise(0.1), j.p.x, j.p.y))
     assert max(sizes) == MU
     H = j.projection()
-    assert max(factorised_sizes(lambda: bounds.solve_gp_log_prob(H, j.p.y, j.p.noise, MU))) == MU
+    assert max(factorised_sizes(lambda: solve_gp.solve_gp_log_prob(H, j.p.y, j.p.noise, MU))) == MU
 
 
 def test_second_backward_pass_and_two_forward_passes():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from gpytorch import Module
+from gpytorch.mlls import AddedLossTerm
 from torch import Tensor
 
 from ..checks import check_range
@@ -125,3 +126,21 @@ def checked_index(index: Tensor, num_points: int, num_data: int, name: str) -> T
         )
     check_range(index, num_data, f"{name}(num_data={num_data})")
     return index
+
+
+class ConditionalAddedLossTerm(AddedLossTerm):
+    """Marks a model whose q(f) has scaled variances, so that an objective which forgets their price raises."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def loss(self, *params: Any) -> Tensor:
+        if not self.strategy.training:
+            return torch.zeros(
+                (), dtype=self.strategy.inducing_points.dtype, device=self.strategy.inducing_points.device
+            )
+        raise TypeError(
+            f"This model's q(f) was narrowed by {type(self.strategy.conditional).__name__}, and only "
+            "tighter_gp.TighterELBO subtracts what that costs; any other objective would overstate the bound. Use "
+            "TighterELBO, or build the strategy with conditional='optimal' to train plain SVGP."
+        )

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..conditionals import PerPoint
+from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.properties import filled
 from ..mlls import DataTerms, TighterELBO, data_terms
 from ..modes import chunks, temporary_mode
 from ..strategies import TighterStrategy
-from ..strategies.base import ConditionalAddedLossTerm
 from .data import as_observed, check_count
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .collapsed import add_identity, add_identity_cholesky, collapse, collapsed_log_prob
+from .collapsed import add_identity_cholesky, collapse, collapsed_log_prob
 from .linalg import cholesky
-from .moments import Whitened, orthogonal_cholesky
+from .moments import Whitened
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -191,12 +191,21 @@ def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tens
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
     core = collapse(scaled @ scaled.mT, (scaled @ whitened).squeeze(-1))
-    quadratic = _sum_of_squares(scaled, whitened, core.weights)
+    quadratic = sum_of_squares(scaled, whitened, core.weights)
     return collapsed_log_prob(quadratic, core.log_det, noise.log().sum(-1), targets.size(-1))
 
 
-def _sum_of_squares(scaled: Tensor, whitened: Tensor, weights: Tensor) -> Tensor:
-    """The quadratic form of a collapsed bound, as misfit and size of the weights."""
+def sum_of_squares(scaled: Tensor, whitened: Tensor, weights: Tensor) -> Tensor:
+    r"""The quadratic form of a collapsed bound, :math:`\lVert \tilde y - \tilde A^\top w \rVert^2 + \lVert w \rVert^2`.
+
+    :param scaled: :math:`\tilde A`, ``... x M x N``.
+    :param whitened: :math:`\tilde y`, ``... x N x 1``.
+    :param weights: :math:`w`, ``... x M``.
+
+    Example:
+        >>> tighter_gp.bounds.sum_of_squares(torch.eye(1), torch.tensor([[3.0]]), torch.tensor([1.0]))
+        tensor(5.)
+    """
     misfit = whitened - scaled.mT @ weights.unsqueeze(-1)
     return misfit.square().sum((-1, -2)) + weights.square().sum(-1)
 
@@ -349,79 +358,6 @@ def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, 
         tensor([-0.9189, -1.6689])
     """
     return -0.5 * (_LOG_2PI + noise.log() + ((targets - mean).square() + variance) / noise)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# SOLVE-GP at its optimal q, Gaussian noise
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_inducing: int) -> Tensor:
-    r"""What is left of the SOLVE-GP bound without the price of the residual, at the best :math:`q(u)\,q(v)`.
-
-    .. math::
-
-        -\tfrac12 \Bigl[ \sum_n \log 2\pi\sigma_n^2 + y^\top (H^\top H + \Sigma)^{-1} y
-        + \log |I + A \Sigma^{-1} A^\top| + \log |I + B \Sigma^{-1} B^\top| \Bigr], \qquad H = [A; B]
-
-    :func:`nystrom_log_prob` of :math:`H` has the determinant of :math:`I + H \Sigma^{-1} H^\top` instead, which is never
-    larger than the product of the two: this is what independent q(u) and q(v) cost.
-
-    :param projection: :math:`H`, shape ``... x M x N``; see :func:`~tighter_gp.moments.solve_gp_moments`.
-    :param targets: :math:`y - \mu(X)`, shape ``... x N``.
-    :param noise: :math:`\sigma_n^2`, broadcastable to ``targets``.
-    :param num_inducing: ``M_u``, the number of rows of :math:`A`.
-    :return: Shape ``...``.
-
-    Example:
-        >>> projection = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]])  # a row of A above a row of B
-        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.solve_gp_log_prob(projection, targets, noise, num_inducing=1)
-        tensor(-3.1214)
-    """
-    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
-    stddev = noise.sqrt()
-    scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
-    gram = scaled @ scaled.mT
-    core = collapse(
-        gram, (scaled @ whitened).squeeze(-1), lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)
-    )
-    quadratic = _sum_of_squares(scaled, whitened, core.weights)
-    log_det = torch.zeros_like(quadratic)
-    for part in (slice(num_inducing), slice(num_inducing, None)):
-        factor = add_identity_cholesky(gram[..., part, part])
-        log_det = log_det + 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
-    return collapsed_log_prob(quadratic, log_det, noise.log().sum(-1), targets.size(-1))
-
-
-def solve_gp_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, num_inducing: int) -> Tensor:
-    r"""The SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`trace_penalty`.
-
-    :param residual: :math:`d_n`, shape ``... x N``; the others as in :func:`solve_gp_log_prob`.
-
-    Example:
-        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]]), torch.tensor([0.0, 0.5, 0.6875])
-        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.solve_gp_bound(projection, targets, noise, residual, num_inducing=1)
-        tensor(-4.3089)
-    """
-    return solve_gp_log_prob(projection, targets, noise, num_inducing) - trace_penalty(residual, noise)
-
-
-def tighter_solve_gp_bound(
-    projection: Tensor, targets: Tensor, noise: Tensor, residual: Tensor, num_inducing: int
-) -> Tensor:
-    r"""The tighter SOLVE-GP bound at its best q: :func:`solve_gp_log_prob` less :func:`log_penalty`.
-
-    Parameters of :func:`solve_gp_bound`.
-
-    Example:
-        >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]]), torch.tensor([0.0, 0.5, 0.6875])
-        >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.tighter_solve_gp_bound(projection, targets, noise, residual, num_inducing=1)
-        tensor(-3.9005)
-    """
-    return solve_gp_log_prob(projection, targets, noise, num_inducing) - log_penalty(residual, noise)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

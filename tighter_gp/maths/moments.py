@@ -7,19 +7,15 @@ The inducing variables are whitened, :math:`u = \mu(Z) + L w` with :math:`p(w) =
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .collapsed import add_identity, collapse
+from .collapsed import collapse
 from .linalg import (
-    cholesky,
-    mean_diagonal,
     project,
     residual_variance,
-    solve_lower,
 )
 
 __all__ = [
@@ -27,14 +23,9 @@ __all__ = [
     "Whitened",
     "explained_root",
     "explained_variance",
-    "join_whitened",
-    "optimal_solve_gp_whitened",
     "optimal_whitened",
-    "orthogonal_cholesky",
     "projected_mean",
     "projected_moments",
-    "solve_gp_moments",
-    "solve_gp_whitened_from_gram",
     "svgp_moments",
     "whitened_from_gram",
 ]
@@ -202,151 +193,3 @@ def whitened_from_gram(gram: Tensor, linear: Tensor) -> Whitened:
     """
     core = collapse(gram, linear)
     return Whitened(core.weights, core.root)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two sets of inducing variables: SOLVE-GP
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def orthogonal_cholesky(
-    covariance: Tensor, num_inducing: int, factorize: Callable[[Tensor, str, Tensor], Tensor] = cholesky
-) -> Tensor:
-    r"""Cholesky factor of the covariance of :math:`(u, v)`, block by block: the largest matrix factorised is a block.
-
-    .. math::
-
-        L = \begin{pmatrix} L_u & 0 \\ W^\top & L_v \end{pmatrix}, \qquad
-        W = L_u^{-1} K_{uv}, \qquad L_v L_v^\top = C_{vv} = K_{vv} - W^\top W
-
-    Whitened by it, :math:`u = L_u w_u` and :math:`v = W^\top w_u + L_v w_v`: :math:`w_v` is what :math:`v` adds to
-    :math:`u`, orthogonal to it under the prior.
-
-    :param covariance: Covariance of the inducing and the orthogonal variables, ``... x M x M``, ``M = M_u + M_v``.
-    :param num_inducing: ``M_u``.
-    :param factorize: Makes the factor of a block, given the block, its name and the scale of its rounding errors.
-    :return: Shape ``... x M x M``, lower triangular.
-
-    Example:
-        >>> covariance = torch.tensor([[4.0, 2.0], [2.0, 10.0]])
-        >>> tighter_gp.moments.orthogonal_cholesky(covariance, num_inducing=1)
-        tensor([[2., 0.],
-                [1., 3.]])
-    """
-    rest = covariance.size(-1) - num_inducing
-    top, bottom = covariance.split([num_inducing, rest], dim=-2)
-    inducing, orthogonal = top[..., :num_inducing], bottom[..., num_inducing:]
-    factor = factorize(inducing, "K_ZZ", mean_diagonal(inducing))
-    if not rest:
-        return factor
-    whitened = solve_lower(factor, top[..., num_inducing:])
-    # A difference, perhaps a small one: its errors are of the scale of what it is taken from.
-    rest_factor = factorize(orthogonal - whitened.mT @ whitened, "C_OO", mean_diagonal(orthogonal))
-    return _stack_rows(factor, torch.cat([whitened.mT, rest_factor], dim=-1))
-
-
-def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: Whitened, q_v: Whitened) -> Moments:
-    r"""Moments given two sets of inducing variables with independent q.
-
-    .. math::
-
-        \mu_n = a_n^\top m_u + b_n^\top m_v, \qquad s_n = a_n^\top S_u a_n + b_n^\top S_v b_n, \qquad
-        d_n = \max(0, k_{nn} - a_n^\top a_n - b_n^\top b_n)
-
-    where :math:`A = L_u^{-1} K_{ZX}` and :math:`B = L_v^{-1} (K_{OX} - W^\top A)` are the rows of
-    :math:`H = L^{-1} K_{(Z, O)X}`.
-
-    :param chol: :math:`L` of :func:`orthogonal_cholesky`, shape ``... x M x M``.
-    :param cross: :math:`K_{(Z, O)X}`, shape ``... x M x B``.
-    :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
-    :param q_u: :math:`q(w_u)`.
-    :param q_v: :math:`q(w_v)`.
-
-    Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
-        >>> cross = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
-        >>> moments = tighter_gp.moments.solve_gp_moments(torch.eye(2), cross, torch.ones(2), q, q)
-        >>> moments.mean, moments.residual
-        (tensor([2., 2.]), tensor([0.0000, 0.5000]))
-    """
-    return projected_moments(project(chol, cross), prior_variance, q_u, q_v)
-
-
-def join_whitened(q_u: Whitened, q_v: Whitened) -> Whitened:
-    r""":math:`q(w_u)\,q(w_v)` as one Gaussian over the stacked :math:`w`, with a block-diagonal root.
-
-    Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
-        >>> tighter_gp.moments.join_whitened(q, q).stddev
-        tensor([0.5000, 0.5000])
-    """
-    mean = torch.cat([q_u.mean, q_v.mean], dim=-1)
-    if q_u.root is None and q_v.root is None:
-        if q_u.stddev is None and q_v.stddev is None:
-            return Whitened(mean)
-        stddevs = [torch.zeros_like(q.mean) if q.stddev is None else q.stddev for q in (q_u, q_v)]
-        return Whitened(mean, stddev=torch.cat(stddevs, dim=-1))
-    first, second = map(_root, (q_u, q_v))
-    return Whitened(mean, _stack_rows(first, torch.nn.functional.pad(second, (first.size(-1), 0))))
-
-
-def _root(q: Whitened) -> Tensor:
-    if q.root is not None:
-        return q.root
-    return q.mean.new_zeros(*q.mean.shape, 0) if q.stddev is None else torch.diag_embed(q.stddev)
-
-
-def _stack_rows(top: Tensor, bottom: Tensor) -> Tensor:
-    """One matrix above the other, the narrower top one filled up with zeros on its right."""
-    return torch.cat([torch.nn.functional.pad(top, (0, bottom.size(-1) - top.size(-1))), bottom], dim=-2)
-
-
-def optimal_solve_gp_whitened(
-    projection: Tensor, targets: Tensor, noise: Tensor, num_inducing: int
-) -> tuple[Whitened, Whitened]:
-    r"""The :math:`q(w_u)` and :math:`q(w_v)` that maximise the bound under Gaussian noise, whatever the scales.
-
-    .. math::
-
-        S_u^{-1} = I + \sum_n a_n a_n^\top / \sigma_n^2, \qquad S_v^{-1} = I + \sum_n b_n b_n^\top / \sigma_n^2, \qquad
-        \begin{pmatrix} m_u \\ m_v \end{pmatrix}
-        = \Bigl(I + \sum_n h_n h_n^\top / \sigma_n^2\Bigr)^{-1} \sum_n h_n y_n / \sigma_n^2
-
-    with :math:`h_n = (a_n, b_n)`: each covariance is that of its own set, the means are those of the joint problem.
-
-    :param projection: :math:`H = [A; B]`, shape ``... x M x N``; see :func:`solve_gp_moments`.
-    :param targets: :math:`y - \mu(X)`, shape ``... x N``.
-    :param noise: :math:`\sigma_n^2`, broadcastable to ``... x N``.
-    :param num_inducing: ``M_u``, the number of rows of :math:`A`.
-
-    Example:
-        >>> projection = torch.tensor([[1.0, 0.5, 0.5], [0.0, 0.5, 0.25]])
-        >>> q_u, q_v = tighter_gp.moments.optimal_solve_gp_whitened(
-        ...     projection, torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5), num_inducing=1
-        ... )
-        >>> q_u.mean, q_v.mean
-        (tensor([0.6211]), tensor([0.0211]))
-    """
-    noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
-    weighted = projection / noise.unsqueeze(-2)
-    gram, linear = weighted @ projection.mT, (weighted @ targets.unsqueeze(-1)).squeeze(-1)
-    return solve_gp_whitened_from_gram(gram, linear, num_inducing)
-
-
-def solve_gp_whitened_from_gram(gram: Tensor, linear: Tensor, num_inducing: int) -> tuple[Whitened, Whitened]:
-    r"""The optimum of :func:`optimal_solve_gp_whitened` from sums over the data.
-
-    :param gram: :math:`\sum_n h_n h_n^\top / \sigma_n^2`, shape ``... x M x M``.
-    :param linear: :math:`\sum_n h_n y_n / \sigma_n^2`, shape ``... x M``.
-    :param num_inducing: ``M_u``.
-
-    Example:
-        >>> gram, linear = torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([2.0, 1.0])
-        >>> q_u, q_v = tighter_gp.moments.solve_gp_whitened_from_gram(gram, linear, num_inducing=1)
-        >>> q_u.mean, q_v.mean  # 2 / (1 + 3) and 1 / (1 + 1)
-        (tensor([0.5000]), tensor([0.5000]))
-    """
-    mean = collapse(gram, linear, lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)).weights
-    rows = slice(num_inducing), slice(num_inducing, None)
-    q_u, q_v = (whitened_from_gram(gram[..., part, part], linear[..., part]) for part in rows)
-    return q_u._replace(mean=mean[..., rows[0]]), q_v._replace(mean=mean[..., rows[1]])

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..carrier import Carrier
 from ..conditionals import ScalarConditional
+from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.properties import is_gaussian, is_log_concave, observed
 from ..maths.bounds import scale_penalty
-from ..strategies.base import ConditionalAddedLossTerm, TighterStrategy
+from ..strategies import TighterStrategy
 from .data_terms import DataTerms, carrier_of, check_target, data_terms, no_closed_form
 from .wrapped import wrapped_kl_divergence
 

@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from ..checks import checks_are_deferred, passed, raise_if_not_finite, same_values
+from ..checks import all_finite, checks_are_deferred, passed, raise_if_not_finite, same_values
 from ..maths.fused import reuse_cholesky
 from ..maths.linalg import cholesky, project, residual_variance
 from ..settings import float32_factor
@@ -201,7 +201,7 @@ class Projector:
             return self.factorized(x, **kwargs)
         matrix = self._jittered(prior.inducing_covar)
         factor = None if self.cache is None else self.cache.get(matrix)
-        flags = [] if self.is_exact else [torch.isfinite(x).all()]
+        flags = [] if self.is_exact else [all_finite(x)]
         if factor is None:
             factor, succeeded = self._try(matrix)
             flags.append(succeeded)
@@ -259,7 +259,8 @@ class Projector:
 
         def factorize(block: Tensor, *_: Any) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(block)
-            succeeded.append((info == 0).all() & factor.diagonal(dim1=-1, dim2=-2).isfinite().all())
+            # Zero times NaN is NaN: one comparison for both questions.
+            succeeded.append((factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info).sum() == 0)
             return factor
 
         factor = self.factorize(matrix, factorize)

@@ -8,40 +8,22 @@ from typing import Any
 
 import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
-from gpytorch.mlls import AddedLossTerm
 from gpytorch.variational import VariationalStrategy, _VariationalDistribution
 from linear_operator import LinearOperator, to_dense
-from linear_operator.operators import RootLinearOperator, TriangularLinearOperator
+from linear_operator.operators import TriangularLinearOperator
 from torch import Tensor
 
 from ..carrier import Carrier
 from ..checks import check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
 from ..conditionals import Conditional, make_conditional
+from ..conditionals.base import ConditionalAddedLossTerm
 from ..maths.bounds import whitened_kl
 from ..maths.fused import fused_moments
-from ..maths.linalg import full_precision, project, solve_lower
+from ..maths.linalg import full_precision, project
 from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
-from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened
-
-
-class ConditionalAddedLossTerm(AddedLossTerm):
-    """Marks a model whose q(f) has scaled variances, so that an objective which forgets their price raises."""
-
-    def __init__(self, strategy: TighterStrategy) -> None:
-        self.strategy = strategy
-
-    def loss(self, *params: Any) -> Tensor:
-        if not self.strategy.training:
-            return torch.zeros(
-                (), dtype=self.strategy.inducing_points.dtype, device=self.strategy.inducing_points.device
-            )
-        raise TypeError(
-            f"This model's q(f) was narrowed by {type(self.strategy.conditional).__name__}, and only "
-            "tighter_gp.TighterELBO subtracts what that costs; any other objective would overstate the bound. Use "
-            "TighterELBO, or build the strategy with conditional='optimal' to train plain SVGP."
-        )
+from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened, whiten
 
 
 class TighterStrategy(VariationalStrategy):
@@ -169,24 +151,12 @@ class TighterStrategy(VariationalStrategy):
                 set_to_prior(distribution)
             self.mark_initialized()
         if not bool(flags[0]):
-            self._whiten()
+            projector = self.projector(torch.float64)
+            prior, chol = projector.factorized(self.inducing_points)
+            whiten(self._variational_distribution, prior.mean, chol)
+            self.updated_strategy.fill_(True)
+            self._clear_cache()
         self._initialized_key = tuple((flag.data_ptr(), flag._version) for flag in flags)
-
-    @torch.no_grad()
-    def _whiten(self) -> None:
-        """Take over q(u) of a checkpoint from before GPyTorch whitened."""
-        distribution, projector = self._variational_distribution, self.projector(torch.float64)
-        prior, chol = projector.factorized(self.inducing_points)
-        q = to_whitened(distribution())
-        root = q.root if q.stddev is None else torch.diag_embed(q.stddev)
-        if root is not None:
-            mean = solve_lower(chol, (q.mean - prior.mean).double().unsqueeze(-1)).squeeze(-1)
-            whitened = MultivariateNormal(mean.to(root), RootLinearOperator(solve_lower(chol, root.double()).to(root)))
-            noise_std, distribution.mean_init_std = distribution.mean_init_std, 0.0
-            distribution.initialize_variational_distribution(whitened)
-            distribution.mean_init_std = noise_std
-        self.updated_strategy.fill_(True)
-        self._clear_cache()
 
     # -- the projection -----------------------------------------------------------------------------------------------
 

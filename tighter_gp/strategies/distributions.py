@@ -14,7 +14,7 @@ from gpytorch.variational import (
 from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from ..maths.linalg import cholesky, reversed_cholesky
+from ..maths.linalg import cholesky, reversed_cholesky, solve_lower
 from ..maths.moments import Whitened
 
 
@@ -94,3 +94,21 @@ def set_distribution(distribution: _VariationalDistribution, mean: Tensor, preci
         distribution.initialize_variational_distribution(q)
     finally:
         distribution.mean_init_std = noise_std
+
+
+@torch.no_grad()
+def whiten(distribution: _VariationalDistribution, prior_mean: Tensor, chol: Tensor) -> None:
+    r"""Take over q(u) of a checkpoint from before GPyTorch whitened; a point mass is left as it is, as there.
+
+    :param prior_mean: :math:`\mu(Z)`, ``... x M``.
+    :param chol: :math:`L = \mathrm{chol}(K_{ZZ})`, ``... x M x M``.
+    """
+    q = to_whitened(distribution())
+    root = q.root if q.stddev is None else torch.diag_embed(q.stddev)
+    if root is None:
+        return
+    mean = solve_lower(chol, (q.mean - prior_mean).to(chol.dtype).unsqueeze(-1)).squeeze(-1)
+    covar = RootLinearOperator(solve_lower(chol, root.to(chol.dtype)).to(root.dtype))
+    noise_std, distribution.mean_init_std = distribution.mean_init_std, 0.0
+    distribution.initialize_variational_distribution(MultivariateNormal(mean.to(root.dtype), covar))
+    distribution.mean_init_std = noise_std

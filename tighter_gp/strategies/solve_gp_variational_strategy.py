@@ -16,12 +16,8 @@ from torch.distributions.kl import kl_divergence, register_kl
 
 from ..conditionals import Conditional
 from ..maths.collapsed import add_identity
-from ..maths.moments import (
-    Whitened,
-    join_whitened,
-    orthogonal_cholesky,
-    solve_gp_whitened_from_gram,
-)
+from ..maths.moments import Whitened
+from ..maths.solve_gp import join_whitened, orthogonal_cholesky, solve_gp_whitened_from_gram
 from .base import TighterStrategy
 from .distributions import set_distribution, to_whitened
 

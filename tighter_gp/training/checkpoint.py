@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from . import distributed
+from .structure import differences
 
 FORMAT = 1
+
+# What a checkpoint of a run holds, and has held from the start.
+_PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "history", "failures", "best", "callbacks")
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -64,7 +68,9 @@ def _obstacle(path: Path) -> bytes | None:
 def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] | None:
     """Read a state, or None if there is none. The first of several processes reads for all.
 
-    :param device: Where its tensors go.
+    Tensors stay on the CPU: modules and optimizers put theirs where they belong, and Adam's step counters belong there.
+
+    :param device: Where processes exchange messages.
     :raises ValueError: If the file is no checkpoint.
     """
     path = Path(path)
@@ -73,7 +79,7 @@ def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] |
     if data is None:
         return None
     try:
-        state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a broken file
         reason = str(error).partition("\n")[0] or "no data"
         raise ValueError(
@@ -83,6 +89,22 @@ def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] |
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"{path} is not a checkpoint of this version: expected format {FORMAT}, got {found}.")
     return state
+
+
+def check_state(path: str | os.PathLike[str], state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raise unless a state is of the run that is to continue.
+
+    :param state: What was read.
+    :param config: What tells this run from another.
+    """
+    missing = [name for name in _PARTS if name not in state]
+    if missing:
+        raise ValueError(
+            f"{path} is not a checkpoint of fit: it has no {', '.join(missing)}. Delete it or use another path."
+        )
+    different = differences(state["config"], config)
+    if different:
+        raise ValueError(f"{path} belongs to another run: {'; '.join(different)}. Delete it or use another path.")
 
 
 def _sync_directory(directory: Path) -> None:

@@ -7,15 +7,21 @@ batch, with the KL divergence counted once, whatever the sizes of the parts.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["agreed", "barrier", "is_active", "rank", "start", "stop", "world_size"]
+__all__ = ["agreed", "barrier", "group", "is_active", "local_device", "rank", "start", "stop", "world_size"]
+
+# Groups started by this process so far; each meets in a corner of its own, since torchrun's store remembers the last.
+_started = itertools.count()
 
 
 def is_active() -> bool:
@@ -48,6 +54,20 @@ def world_size() -> int:
     return dist.get_world_size() if is_active() else 1
 
 
+def local_device() -> torch.device:
+    """The device of this process: the GPU that ``torchrun`` gave it by its local rank, the first one, or the CPU.
+
+    Example:
+        >>> tighter_gp.training.distributed.local_device().type in ("cpu", "cuda")
+        True
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def start(device: torch.device | str = "cpu") -> torch.device:
     r"""Join the group that ``torchrun`` describes in the environment, if there is one.
 
@@ -67,8 +87,45 @@ def start(device: torch.device | str = "cpu") -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+        _start_group("nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def _start_group(backend: str) -> None:
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    corner = dist.PrefixStore(f"tighter_gp/{next(_started)}", store)
+    dist.init_process_group(backend, store=corner, rank=rank, world_size=world_size, timeout=timedelta(hours=2))
+
+
+@contextmanager
+def group(device: torch.device) -> Iterator[None]:
+    """The group that ``torchrun`` describes, for the length of the block, unless there is one or none is described.
+
+    :param device: Where the model is; with CUDA each process needs one of its own.
+
+    Example:
+        >>> with tighter_gp.training.distributed.group(torch.device("cpu")):  # outside of torchrun nothing starts
+        ...     tighter_gp.training.distributed.world_size()
+        1
+    """
+    is_described = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
+    if not is_described or not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if torch.cuda.device_count() > 1 and device.index != local:
+            raise ValueError(
+                f"The model is on {device} in the process with LOCAL_RANK {local}: move model and data to cuda:{local}, "
+                "such as with device = tighter_gp.training.distributed.local_device()."
+            )
+        torch.cuda.set_device(device)
+    _start_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+        barrier()
+    finally:
+        stop()
 
 
 def stop() -> None:
@@ -112,6 +169,24 @@ def agreed(flag: bool, device: torch.device) -> bool:
     answer = torch.tensor(int(flag), device=device)
     dist.broadcast(answer, 0)
     return bool(answer)
+
+
+def check_same(data: bytes, device: torch.device) -> None:
+    """Raise, in every process, unless all have the same data.
+
+    :param data: A hash of them.
+    """
+    if not is_active():
+        return
+    own = torch.tensor([*hashlib.sha256(data).digest()], dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own)
+    others = [number for number, other in enumerate(found) if not torch.equal(other, found[0])]
+    if others:
+        raise ValueError(
+            f"The training data of process {', '.join(map(str, others))} differ from those of process 0. Every process must "
+            "pass the same arrays: load or draw them with the same seed, such as torch.manual_seed(0) before a random split."
+        )
 
 
 def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
@@ -166,7 +241,8 @@ def sum_gradients(parameters: Sequence[Tensor], loss: Tensor | None) -> tuple[Te
     if failed:
         return None, int(failed)
     is_dense, is_sparse = flags[: len(grads)], flags[len(grads) :]
-    for dtype in {parameter.dtype for parameter in parameters}:
+    # In the same order everywhere: the messages have no names.
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
         members = [p for p, flag in zip(parameters, is_dense, strict=True) if flag and p.dtype == dtype]
         _sum_dense(members)
     for parameter, flag in zip(parameters, is_sparse, strict=True):

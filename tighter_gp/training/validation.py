@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,29 +13,93 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
+from gpytorch.models.deep_gps import DeepGP
+from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
+from ..arguments import check_arguments
 from ..checks import NUMERICAL_ERRORS
+from ..collapsed import CollapsedGP
+from ..data import Rows, check_kind, first_parameter, num_rows, row_dim
+from ..labels import check_labels
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
-from ..predictions import predict
-from ..strategies import TighterStrategy
-from .batches import from_numpy
+from ..predictions import log_density, predict
+from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 
-HeldOut = tuple[Tensor, Tensor, dict[str, Any]]
+# Strategies of models that ``predict`` takes.
+_PREDICTED = (TighterVariationalStrategy, SolveGPVariationalStrategy)
+
+
+class HeldOut:
+    """Held-out points, looked at once and taken in chunks.
+
+    :param x: Inputs, ``... x N x D`` or ``N``; tensors or arrays.
+    :param y: Targets.
+    :param kwargs: Per-point arguments of the likelihood.
+    :param likelihood: The likelihood.
+    :param like: Tensor whose dtype and device arrays take.
+    """
+
+    def __init__(self, x: Any, y: Any, kwargs: dict[str, Any], likelihood: Likelihood, like: Tensor) -> None:
+        num_points = num_rows(x)
+        dim = row_dim(y.shape, num_points, is_batch=x.ndim > 2) if num_points else None
+        if dim is None:
+            raise ValueError(
+                f"There must be a held-out target for each of the {num_points} rows of x; got {tuple(y.shape)}."
+            )
+        check_arguments(kwargs, likelihood)
+        for name, value in kwargs.items():
+            check_kind(name, value)
+            if isinstance(value, (Tensor, np.ndarray)) and value.shape[-1:] != (num_points,):
+                raise ValueError(
+                    f"{name}= must have one value per held-out point, ... x {num_points}; got {tuple(value.shape)}."
+                )
+        if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
+            raise ValueError(
+                f"{type(likelihood).__name__} knows the noise of the training points only: pass that of the held-out points, "
+                'validation=(x, y, {"noise": noise}).'
+            )
+        if isinstance(x, Tensor) and x.is_floating_point() and x.device == like.device:
+            x = x.to(like.dtype)
+        self.x = Rows(x, like, is_input=True, name="the held-out x")
+        self.y = Rows(y, like, dim=dim, name="the held-out y")
+        self.kwargs = {
+            name: Rows(value, like, name=f"the held-out {name}") if isinstance(value, (Tensor, np.ndarray)) else value
+            for name, value in kwargs.items()
+        }
+        self.likelihood = likelihood
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, rows: slice) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Some of the points."""
+        kwargs = {name: value[rows] if isinstance(value, Rows) else value for name, value in self.kwargs.items()}
+        return self.x[rows], self.y[rows], kwargs
+
+    def check(self) -> None:
+        """Look at all values, a chunk at a time."""
+        for rows in chunks(len(self), 2**16):
+            x, y, _ = self.take(rows)
+            check_finite("the validation inputs", x)
+            check_finite("the validation targets", y, self.likelihood)
+            check_labels(self.likelihood, y, "the validation targets")
 
 
 @torch.no_grad()
-def mean_nlpd(model: Any, likelihood: Likelihood, x: Tensor, y: Tensor, batch_size: int = 1024, **kwargs: Any) -> float:
-    r"""Mean negative log predictive density of held-out points, :math:`-\frac1N \sum_n \log p(y_n \mid x_n)`; lower is
-    better.
+def mean_nlpd(model: Any, likelihood: Likelihood, x: Any, y: Any, batch_size: int = 1024, **kwargs: Any) -> float:
+    r"""Mean negative log predictive density of held-out targets; lower is better.
+
+    The density is joint over the tasks of a point and is divided by the number of observed targets: points, or points
+    times tasks. A missing target, NaN where the likelihood or ``gpytorch.settings.observation_nan_policy`` allows it,
+    counts nothing; the policy makes no difference to the score.
 
     :param model: A trained model; it is left in the mode it was in.
-    :param likelihood: Its likelihood. One without a closed form is sampled
-        :class:`~gpytorch.settings.num_likelihood_samples` times.
-    :param x: Inputs, ``... x N x D``.
+    :param likelihood: Its likelihood.
+    :param x: Inputs, ``... x N x D`` or ``N``; a tensor or a numpy array.
     :param y: Targets, ``N``, ``N x T`` or ``... x N``.
-    :param batch_size: Points a chunk.
+    :param batch_size: Points per chunk.
     :param kwargs: Per-point arguments of the likelihood, ``... x N``, such as ``noise=``.
 
     Example:
@@ -42,26 +107,55 @@ def mean_nlpd(model: Any, likelihood: Likelihood, x: Tensor, y: Tensor, batch_si
         >>> math.isfinite(score)
         True
     """
-    _row_dim(x, y)
-    _check_kwargs(x, kwargs)
+    held_out = HeldOut(x, y, kwargs, likelihood, first_parameter(model, likelihood))
+    held_out.check()
+    return score(model, likelihood, held_out, batch_size)
+
+
+@torch.no_grad()
+def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int = 1024) -> float:
+    """:func:`mean_nlpd` of points that were looked at before."""
     total, count = 0.0, 0
-    # In training mode a sampled likelihood draws from the marginals of q(f), which is all a density a point needs.
-    with temporary_mode(model, False), temporary_mode(likelihood, True):
-        if isinstance(model, ExactGP) or isinstance(getattr(model, "variational_strategy", None), TighterStrategy):
-            q = predict(model, x, batch_size=batch_size)
+    with temporary_mode(model, False), temporary_mode(likelihood, False):
+        for rows, q in _predictions(model, held_out, batch_size):
+            _, y, kwargs = held_out.take(rows)
             _check_shape(likelihood, y, q)
-            return -float(likelihood.log_marginal(y, q, **kwargs).double().mean())
-        for rows in chunks(_num_points(x), batch_size):
-            inputs, targets, sliced = _take(x, y, kwargs, rows)
-            q = model(inputs)
-            _check_shape(likelihood, targets, q)
-            density = likelihood.log_marginal(targets, q, **sliced)
-            total, count = total - float(density.double().sum()), count + density.numel()
-    return total / count
+            density = log_density(likelihood, q, y, **kwargs).double().nan_to_num(0.0)  # NaN: no target observed
+            if isinstance(model, DeepGP):
+                density = torch.logsumexp(density, dim=0) - math.log(len(density))  # a mixture over samples
+            total -= float(density.sum())
+            num_observed = int((~torch.isnan(y)).sum())
+            # A batch of models may share its targets.
+            count += num_observed * max(1, density.numel() // max(1, math.prod(_points(y, q))))
+    return total / count if count else math.nan
 
 
-def held_out(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
-    """Inputs, targets and arguments of the likelihood, or a clear error.
+def _predictions(model: Any, held_out: HeldOut, batch_size: int) -> Iterator[tuple[slice, MultivariateNormal]]:
+    """The latent predictive distribution of each chunk of points."""
+    if not _has_diagonal(model):
+        for rows in chunks(len(held_out), batch_size):
+            yield rows, model(held_out.x[rows])
+        return
+    # At once: what does not depend on the points, perhaps a pass over the training data, is computed once.
+    q = predict(model, held_out.x[:], batch_size=batch_size)
+    mean, variance = q.mean, q.variance
+    for rows in chunks(len(held_out), batch_size):
+        yield rows, MultivariateNormal(mean[..., rows], DiagLinearOperator(variance[..., rows]))
+
+
+def _has_diagonal(model: Any) -> bool:
+    """Whether ``predict`` takes the model."""
+    is_ours = isinstance(getattr(model, "variational_strategy", None), _PREDICTED)
+    return is_ours or isinstance(model, (ExactGP, CollapsedGP))
+
+
+def _points(y: Tensor, q: MultivariateNormal) -> torch.Size:
+    """Shape of the points that the targets count: that of y, without tasks."""
+    return y.shape[:-1] if len(q.event_shape) > 1 and y.shape[-len(q.event_shape) :] == q.event_shape else y.shape
+
+
+def held_out_data(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
+    """The points of ``validation=``, or a clear error.
 
     :param validation: ``(x, y)`` or ``(x, y, kwargs)``.
     :param like: Tensor whose dtype and device numpy arrays take.
@@ -69,27 +163,22 @@ def held_out(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
     if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
         raise TypeError(f"validation must be (x, y) or (x, y, kwargs); got {type(validation).__name__}.")
     x, y, kwargs = (*validation, {})[:3]
-    x, y = (from_numpy(part, like, is_input=part is x) if isinstance(part, np.ndarray) else part for part in (x, y))
-    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(kwargs, dict)):
+    kinds = (Tensor, np.ndarray)
+    if not (isinstance(x, kinds) and isinstance(y, kinds) and isinstance(kwargs, dict)):
         names = ", ".join(type(part).__name__ for part in validation)
         raise TypeError(f"validation must be tensors or arrays x and y, and a dict of further arguments; got {names}.")
-    _row_dim(x, y)
-    _check_kwargs(x, kwargs)
-    check_finite("the validation inputs", x)
-    check_finite("the validation targets", y, likelihood)
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
-        raise ValueError(
-            f"{type(likelihood).__name__} knows the noise of the training points only: pass that of the held-out points, "
-            'validation=(x, y, {"noise": noise}).'
-        )
-    return x, y, kwargs
+    found = HeldOut(x, y, kwargs, likelihood, like)
+    found.check()
+    return found
 
 
-def try_out(model: Any, likelihood: Likelihood, validation: HeldOut) -> None:
+def try_out(model: Any, likelihood: Likelihood, held_out: HeldOut) -> None:
     """Score one point: what does not fit the model is found before the training, not after."""
-    with suppress(*NUMERICAL_ERRORS):
-        x, y, kwargs = _take(*validation, slice(1))
-        mean_nlpd(model, likelihood, x, y, **kwargs)
+    with suppress(*NUMERICAL_ERRORS), torch.no_grad(), temporary_mode(model, False), temporary_mode(likelihood, False):
+        x, y, kwargs = held_out.take(slice(1))
+        q = predict(model, x) if _has_diagonal(model) else model(x)
+        _check_shape(likelihood, y, q)
+        log_density(likelihood, q, y, **kwargs)
 
 
 def check_finite(name: str, values: Tensor, likelihood: Likelihood | None = None) -> None:
@@ -114,27 +203,6 @@ def check_finite(name: str, values: Tensor, likelihood: Likelihood | None = None
         raise ValueError(f"{count} of {values.numel()} values of {name} are NaN or infinite; drop their rows{hint}.")
 
 
-def _num_points(x: Tensor) -> int:
-    return x.size(0) if x.dim() == 1 else x.size(-2)
-
-
-def _row_dim(x: Tensor, y: Tensor) -> int:
-    """The dimension of the targets that counts the points."""
-    num_points = _num_points(x)
-    for dim in (0, -1, -2) if x.dim() <= 2 else (-1, -2):
-        if num_points > 0 and y.shape[dim:][:1] == (num_points,):
-            return dim
-    raise ValueError(f"There must be a held-out target for each of the {num_points} rows of x; got {tuple(y.shape)}.")
-
-
-def _check_kwargs(x: Tensor, kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.shape[-1:] != (_num_points(x),):
-            raise ValueError(
-                f"{name}= must have one value a held-out point, ... x {_num_points(x)}; got {tuple(value.shape)}."
-            )
-
-
 def _check_shape(likelihood: Likelihood, y: Tensor, q: MultivariateNormal) -> None:
     """Raise if targets would broadcast; one label may stand for several functions."""
     one_output = is_gaussian(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
@@ -145,12 +213,3 @@ def _check_shape(likelihood: Likelihood, y: Tensor, q: MultivariateNormal) -> No
             f"Held-out targets must have shape {' or '.join(str(tuple(shape)) for shape in wanted)} to fit q(f) with "
             f"N = {q.event_shape[0]}; got {tuple(y.shape)}. For a single output squeeze a trailing dimension of one."
         )
-
-
-def _take(x: Tensor, y: Tensor, kwargs: dict[str, Any], rows: slice) -> HeldOut:
-    """Some of the points."""
-    inputs = x[rows] if x.dim() == 1 else x[..., rows, :]
-    dim = _row_dim(x, y)
-    targets = y[rows] if dim == 0 else y[..., rows] if dim == -1 else y[..., rows, :]
-    sliced = {name: value[..., rows] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
-    return inputs, targets, sliced

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 import tighter_gp
 from tests.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.training import distributed, fit
-from tighter_gp.training.batches import ArrayBatches, LoaderBatches
+from tighter_gp.training.batches import ArrayBatches
+from tighter_gp.training.loaders import LoaderBatches
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 N, M, D = 23, 5, 2
 # Rows of the batches of two loaders, of which one gets more than the other.
 PARTS = [
@@ -195,7 +196,7 @@ def worker(rank: int, folder: str) -> None:
 def two(tmp_path_factory):
     """What two processes got, and the folder they worked in."""
     folder = tmp_path_factory.mktemp("gloo")
-    code = "import sys; from tests.test_distributed import worker; worker(int(sys.argv[1]), sys.argv[2])"
+    code = "import sys; from tests.training.test_distributed import worker; worker(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-W", "ignore", "-c", code]
     processes = [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(2)]
     deadline = time.monotonic() + 300

@@ -1,0 +1,94 @@
+"""Calls that make no sense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    TensorDataset,
+)
+
+from tests.training.problems import N, collapsed, data, problem, same, state
+from tighter_gp.training import fit
+
+
+def test_a_mistake_in_the_call_is_raised_at_once():
+    x, y = data()
+    y[3] = math.nan
+    model, likelihood = problem()
+    with pytest.raises(ValueError, match="NaN"):
+        fit(model, likelihood, x, y, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 2, "steps": 3}, "epochs or steps"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": math.inf}, "lr must be positive and finite; got inf"),
+        ({"checkpoint_every": -1}, "checkpoint_every must be at least 1; got -1"),
+        ({"validate_every": 0}, "validate_every must be at least 1; got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"schedule": "sometimes"}, "Unknown schedule 'sometimes'"),
+        ({"optimizer": "sgd"}, "Unknown optimizer 'sgd'"),
+        ({"resume": True}, "needs a checkpoint"),
+        ({"patience": 3}, "validation="),
+        ({"noise": torch.ones(N - 1)}, r"noise= must have one value per training point"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    x, y = data()
+    with pytest.raises(ValueError, match=message):
+        fit(*problem(), x, y, **{"epochs": 1, **options} if "steps" not in options else options)
+
+
+def test_data_that_do_not_fit_are_refused():
+    x, y = data()
+    with pytest.raises(ValueError, match="53 points, and y of shape"):
+        fit(*problem(), x, y[:-1])
+    with pytest.raises(ValueError, match="no rows"):
+        fit(*problem(), x[:0], y[:0])
+    with pytest.raises(TypeError, match="y must be a tensor"):
+        fit(*problem(), x)
+    with pytest.raises(TypeError, match="DataLoader; got list"):
+        fit(*problem(), [1, 2], y)
+    with pytest.raises(ValueError, match="float32 and the model"):
+        fit(*problem(), x.float(), y)
+    with pytest.raises(ValueError, match="x is on meta and the model on cpu"):
+        fit(*problem(), x.to("meta"), y)
+    with pytest.raises(ValueError, match="brings its own targets"):
+        fit(*problem(), DataLoader(TensorDataset(x, y)), y)
+
+
+def test_a_model_without_a_parameter_to_train_is_refused():
+    model, likelihood = problem()
+    for parameter in (*model.parameters(), *likelihood.parameters()):
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        fit(model, likelihood, *data(), steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused(dtype):
+    model, likelihood = (module.to(dtype) for module in problem())
+    x, y = (values.to(dtype) for values in data())
+    for arrays in ((x, y), (DataLoader(TensorDataset(x, y), batch_size=16),)):
+        with pytest.raises(TypeError, match=f"float32 or float64; got {dtype}"):
+            fit(model, likelihood, *arrays, steps=1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("make", [problem, collapsed])
+def test_values_that_are_not_finite_are_refused_before_q_is_set(bad, which, make):
+    arrays = data()
+    arrays[which][7] = bad
+    model, likelihood = make()
+    before = state(model, likelihood)
+    with pytest.raises(ValueError, match=f"values of {'xy'[which]} are NaN or infinite; drop their rows"):
+        fit(model, likelihood, *arrays, steps=20, batch_size=5)
+    assert same(state(model, likelihood), before)

@@ -1,0 +1,163 @@
+"""Adam, SparseAdam, natural gradients and L-BFGS."""
+
+from __future__ import annotations
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.variational import NaturalVariationalDistribution, TrilNaturalVariationalDistribution
+from linear_operator.utils.errors import NotPSDError
+
+import tighter_gp
+from tests.training.problems import M, N, collapsed, data, gplvm, per_point, problem, state
+from tighter_gp.training import fit
+from tighter_gp.training.lbfgs import FullBatchLBFGS
+from tighter_gp.training.optimizers import Optimizers, can_fuse
+
+
+def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
+    x, y = data()
+    model, likelihood = problem(distribution=NaturalVariationalDistribution)
+    for parameter in [*model.hyperparameters(), *likelihood.parameters()]:
+        parameter.requires_grad_(False)
+    fit(model, likelihood, x, y, steps=1, batch_size=None, natural_gradients=1.0)
+    natural = tighter_gp.evaluate_bound(model, likelihood, x, y)
+    best, _ = problem()
+    tighter_gp.set_optimal_q(best, likelihood, x, y)
+    torch.testing.assert_close(natural, tighter_gp.evaluate_bound(best, likelihood, x, y), rtol=1e-8, atol=1e-8)
+
+
+def test_natural_gradients_go_with_adam_and_need_their_form_of_q():
+    x, y = data()
+    model, likelihood = problem(distribution=NaturalVariationalDistribution)
+    with pytest.raises(ValueError, match="natural_gradients=True"):
+        fit(model, likelihood, x, y, epochs=1)
+    noise = likelihood.noise.item()
+    history = fit(model, likelihood, x, y, epochs=10, batch_size=16, natural_gradients=True)
+    assert history.loss[-1] < history.loss[0]
+    assert likelihood.noise.item() != noise
+    plain, likelihood = problem()
+    with pytest.raises(ValueError, match="NaturalVariationalDistribution"):
+        fit(plain, likelihood, x, y, epochs=1, natural_gradients=0.5)
+
+
+def test_lbfgs_takes_a_collapsed_model_to_a_stationary_point():
+    x, y = data()
+    model, likelihood = collapsed()
+    history = fit(model, likelihood, x, y, steps=400)
+    assert history.stopped == "converged"
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    loss = -mll(model(x), y)
+    assert loss.item() == pytest.approx(history.loss[-1], abs=1e-12)
+    gradient = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert max(g.abs().max().item() for g in gradient if g is not None) < 1e-4
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(history.loss, history.loss[1:], strict=False))
+
+
+def test_lbfgs_comes_back_from_a_trial_point_where_the_objective_fails():
+    start = torch.nn.Parameter(torch.tensor([3.0]))
+    failures = []
+
+    def evaluate():
+        if start.item() < 0.5:  # a wall before the minimum at 0
+            failures.append(start.item())
+            raise NotPSDError("wall")
+        loss = 20 * start.square().sum()
+        loss.backward()
+        return loss
+
+    lbfgs = FullBatchLBFGS([start], evaluate, (NotPSDError,))
+    for _ in range(10):
+        lbfgs.step()
+    assert failures
+    assert 0.5 <= start.item() < 1.0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_line_search_that_is_interrupted_leaves_the_parameters_it_started_from(error):
+    point = torch.nn.Parameter(torch.tensor([3.0, -1.0]))
+    tried = []
+
+    def evaluate():
+        tried.append(point.detach().clone())
+        if len(tried) == 2:
+            raise error
+        loss = point.square().square().sum()
+        loss.backward()
+        return loss
+
+    lbfgs = FullBatchLBFGS([point], evaluate, (NotPSDError,))
+    with pytest.raises(error):
+        lbfgs.step()
+    assert torch.equal(point.detach(), tried[0])
+    assert not torch.equal(*tried)
+
+
+@pytest.mark.parametrize("form", [NaturalVariationalDistribution, TrilNaturalVariationalDistribution])
+def test_lbfgs_refuses_natural_parameters(form):
+    model, likelihood = problem(distribution=form)
+    with pytest.raises(ValueError, match=f"q\\(u\\) is a {form.__name__}, .* mean nothing to L-BFGS"):
+        fit(model, likelihood, *data(), steps=1, optimizer="lbfgs")
+
+
+@pytest.mark.parametrize("make", [problem, collapsed])
+def test_lbfgs_refuses_natural_gradients(make):
+    with pytest.raises(ValueError, match="natural_gradients go with Adam"):
+        fit(*make(), *data(), steps=1, optimizer="lbfgs", natural_gradients=0.1)
+
+
+@pytest.mark.parametrize("make", [per_point, gplvm])
+def test_lbfgs_trains_tables_with_sparse_gradients(make):
+    model, likelihood, x, y, options = make()
+    before = state(model)
+    history = fit(model, likelihood, x, y, steps=8, optimizer="lbfgs", **options)
+    assert history.loss[-1] < history.loss[0]
+    tables = [name for name in before if name.endswith(("raw_m", "latents.mean"))]
+    assert tables
+    for name in tables:  # at an inducing point there is no residual to scale
+        assert (state(model)[name] != before[name]).any(-1).sum() >= N - M
+
+
+def test_gradients_whose_squares_overflow_do_not_freeze_adam():
+    """Targets in the wrong unit: the gradient in the noise is 1e21, and its square no float32."""
+    x, y = (values.float() for values in data())
+    model, likelihood = (module.float() for module in problem())
+    likelihood.noise = 1e-6
+    start = likelihood.noise_covar.raw_noise.item()
+    history = fit(model, likelihood, x, 1e8 * y, steps=20, lr=0.1, schedule="constant")
+    assert history.skipped == []
+    assert history.loss[0] > 1e20
+    assert abs(likelihood.noise_covar.raw_noise.item() - start) == pytest.approx(2.0, rel=0.05)
+
+
+def test_rows_with_gradients_whose_squares_overflow_are_not_frozen_either():
+    table = torch.nn.Parameter(torch.zeros(5, 1, dtype=torch.float32))
+    optimizers = Optimizers({"table": table}, {"table"}, set(), 0.1, False, 5)
+    table.grad = torch.sparse_coo_tensor(
+        [[1, 3]], [[1e25], [-2e25]], (5, 1), dtype=torch.float32, check_invariants=True
+    ).coalesce()
+    optimizers.scale_down({"table": 2e25})
+    optimizers.step(1.0)
+    torch.testing.assert_close(table.detach().flatten(), torch.tensor([0, -0.1, 0, 0.1, 0], dtype=torch.float32))
+
+
+def test_only_gradients_that_overflow_are_scaled_and_natural_ones_never():
+    narrow, wide, natural = (
+        torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)
+    )
+    named = {"narrow": narrow, "wide": wide, "natural": natural}
+    optimizers = Optimizers(named, set(), {id(natural)}, 0.1, 0.1, 5)
+    for parameter in named.values():
+        parameter.grad = torch.tensor([1e20, -2e20], dtype=parameter.dtype)
+    optimizers.scale_down(dict.fromkeys(named, 2e20))
+    assert narrow.grad.tolist() == pytest.approx([0.92e15, -1.84e15], rel=0.01)
+    assert wide.grad.tolist() == [1e20, -2e20]
+    assert natural.grad[1].item() == pytest.approx(-2e20)
+
+
+def test_adam_is_fused_where_all_parameters_are_on_cuda():
+    class OnCuda:
+        is_cuda = True
+
+    assert can_fuse([OnCuda(), OnCuda()]) is True
+    assert can_fuse([OnCuda(), torch.zeros(2)]) is None

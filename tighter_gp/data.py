@@ -1,0 +1,185 @@
+"""Rows of tensors, numpy arrays and memory maps, in the precision and on the device of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Rows", "check_kind", "first_parameter", "move", "num_rows", "row_dim"]
+
+# How many values of an array its fingerprint looks at.
+_SAMPLE = 4096
+
+
+class Rows:
+    """Data with one entry per point, from which batches are taken in the precision and on the device of a model.
+
+    Nothing is read before a batch is asked for, and of an array only that batch. Arrays of any kind of number will do:
+    big-endian, read-only, memory-mapped. Inputs become floating point; targets of integers, labels or counts, keep
+    their kind. Inputs of one dimension are ``N x 1``.
+
+    :param values: A tensor, or a numpy array.
+    :param like: Tensor whose dtype and device the batches have.
+    :param dim: The dimension that counts the points; default by ``is_input``: the last but one, or the last.
+    :param is_input: Whether these are inputs.
+    :param name: What they are called, for messages.
+
+    Example:
+        >>> pixels = torch.arange(12, dtype=torch.uint8).view(6, 2).numpy()
+        >>> rows = tighter_gp.data.Rows(pixels, like=torch.zeros((), dtype=torch.float64), is_input=True)
+        >>> len(rows), rows[2:4].dtype, rows[torch.tensor([5, 0])].shape
+        (6, torch.float64, torch.Size([2, 2]))
+    """
+
+    def __init__(
+        self,
+        values: Tensor | np.ndarray,
+        like: Tensor,
+        *,
+        dim: int | None = None,
+        is_input: bool = False,
+        name: str = "x",
+    ) -> None:
+        if not isinstance(values, (Tensor, np.ndarray)):
+            raise TypeError(f"{name} must be a tensor or a numpy array; got {type(values).__name__}.")
+        if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
+            raise TypeError(f"{name} must hold numbers; got an array of {values.dtype}.")
+        if isinstance(values, Tensor):
+            if values.device != like.device:
+                raise ValueError(f"{name} is on {values.device} and the model on {like.device}; move one to the other.")
+            if is_input and values.is_floating_point() and values.dtype != like.dtype:
+                raise ValueError(
+                    f"{name} is {values.dtype} and the model {like.dtype}; convert one, such as {name}.to({like.dtype})."
+                )
+        if is_input and values.ndim == 1:
+            values = values[:, None]
+        if dim is None:
+            dim = -2 if is_input else -1
+        self.values, self.like, self.is_input, self.name = values, like, is_input, name
+        self.dim = dim % values.ndim if values.ndim else 0
+
+    def __len__(self) -> int:
+        return self.values.shape[self.dim] if self.values.ndim else 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole."""
+        return torch.Size(self.values.shape)
+
+    @property
+    def is_array(self) -> bool:
+        """Whether a batch is read from the host's memory, or from a file, and converted."""
+        return isinstance(self.values, np.ndarray)
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """Some of the points, by a slice or by positions of shape ``B``."""
+        return move(self.on_host(rows), self.like.device) if self.is_array else self.on_host(rows)
+
+    def on_host(self, rows: slice | Tensor) -> Tensor:
+        """The same, where the data are: of an array before the batch goes to the device."""
+        values = self.values
+        if isinstance(values, np.ndarray):
+            place = (slice(None),) * self.dim
+            taken = (
+                np.take(values, rows.cpu().numpy(), axis=self.dim)
+                if isinstance(rows, Tensor)
+                else values[(*place, rows)]
+            )
+            return self._converted(_tensor(taken))
+        if isinstance(rows, Tensor):
+            return self._converted(values.index_select(self.dim, rows.to(values.device, non_blocking=True)))
+        return self._converted(values[(slice(None),) * self.dim + (rows,)])
+
+    def _converted(self, values: Tensor) -> Tensor:
+        if isinstance(self.values, Tensor) and not self.is_input:
+            return values  # a user's tensor of targets is taken as it is
+        return values.to(self.like.dtype) if self.is_input or values.is_floating_point() else values
+
+    def fingerprint(self) -> bytes:
+        """A hash of the shape and of a sample of the values, the same for the same data on any machine."""
+        stride = max(1, len(self) // _SAMPLE)
+        sample = self.on_host(torch.arange(0, len(self), stride, device="cpu")).detach().cpu().double()
+        shape = str(tuple(self.shape)).encode()
+        return hashlib.sha256(shape + sample.contiguous().numpy().tobytes()).digest()
+
+
+def check_kind(name: str, value: Any) -> None:
+    """Raise if ``noise=`` is not a tensor or an array with one variance per point; other arguments may be anything.
+
+    Example:
+        >>> tighter_gp.data.check_kind("noise", torch.ones(3))
+    """
+    if name == "noise" and not isinstance(value, (Tensor, np.ndarray)):
+        raise TypeError(
+            f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
+            "points is the likelihood's own: likelihood.noise = value."
+        )
+
+
+def move(values: Tensor, device: torch.device) -> Tensor:
+    """A batch on a device; to CUDA through pinned memory, without waiting.
+
+    Example:
+        >>> tighter_gp.data.move(torch.ones(3), torch.device("cpu")).device
+        device(type='cpu')
+    """
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
+def num_rows(x: Any) -> int:
+    """Number of points of inputs, ``N x D``, ``... x N x D`` or ``N``.
+
+    Example:
+        >>> tighter_gp.data.num_rows(torch.zeros(3, 5, 2)), tighter_gp.data.num_rows(torch.zeros(7))
+        (5, 7)
+    """
+    return int(x.shape[0] if x.ndim == 1 else x.shape[-2]) if x.ndim else 0
+
+
+def row_dim(shape: torch.Size | tuple[int, ...], num_data: int, is_batch: bool = False) -> int | None:
+    """The dimension of targets that counts the points: ``N``, ``N x T``, ``... x N`` or ``... x N x T``.
+
+    :param shape: Shape of the targets.
+    :param num_data: Number of points.
+    :param is_batch: Whether the inputs are a batch, ``... x N x D``, so that the first dimension of targets is none of
+        points unless it is the only one.
+    :return: The dimension, from the front; None if there is none of this size.
+
+    Example:
+        >>> tighter_gp.data.row_dim((5, 2), 5), tighter_gp.data.row_dim((3, 5), 5), tighter_gp.data.row_dim((4,), 5)
+        (0, 1, None)
+    """
+    count = len(shape)
+    candidates = ([count - 1, count - 2] if is_batch else [0, count - 1, count - 2]) if math.prod(shape) else []
+    return next((dim for dim in candidates if 0 <= dim < count and shape[dim] == num_data), None)
+
+
+def first_parameter(*modules: torch.nn.Module) -> Tensor:
+    """A floating point parameter whose dtype and device are those of a model.
+
+    Example:
+        >>> tighter_gp.data.first_parameter(model, likelihood).device
+        device(type='cpu')
+    """
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                return parameter
+    raise ValueError("The model has no parameters to train.")
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has."""
+    if values.dtype.kind == "u" and values.dtype.itemsize > 1:
+        values = values.astype(np.int64)  # torch has few operations on other unsigned integers
+    elif values.dtype.kind == "f" and values.dtype.itemsize > 8:
+        values = values.astype(np.float64)
+    native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    return torch.from_numpy(native if native.flags.writeable else native.copy())

@@ -1,0 +1,73 @@
+"""Targets that a likelihood cannot have produced: labels and counts out of range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch import likelihoods
+from torch import Tensor
+
+from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+
+__all__ = ["check_labels"]
+
+_COUNTS = (PoissonLikelihood, likelihoods.PoissonLikelihood, getattr(likelihoods, "NegativeBinomialLikelihood", ()))
+_BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
+
+
+def check_labels(likelihood: Any, y: Tensor, name: str = "y") -> None:
+    """Raise if targets are no labels, counts or fractions of this likelihood. NaN passes: it is somebody else's to judge.
+
+    Bernoulli likelihoods take 0 and 1, or -1 and 1; a softmax 0 to ``C - 1``; Poisson and negative binomial likelihoods
+    whole numbers from 0; a beta likelihood what lies between 0 and 1.
+
+    :param likelihood: The likelihood. Of one that is not known nothing is asked.
+    :param y: The targets, of any shape.
+    :param name: What they are called, for the message.
+    :raises ValueError: With the values found.
+
+    Example:
+        >>> likelihood = gpytorch.likelihoods.BernoulliLikelihood()
+        >>> tighter_gp.labels.check_labels(likelihood, torch.tensor([0, 1, 1]))
+        >>> tighter_gp.labels.check_labels(likelihood, torch.tensor([1, 2, 1]))
+        Traceback (most recent call last):
+            ...
+        ValueError: BernoulliLikelihood takes labels 0 and 1, or -1 and 1; y holds 1, 2.
+    """
+    if y.is_meta or not y.numel():
+        return
+    y = y.detach()
+    kind = type(likelihood).__name__
+    if isinstance(likelihood, _BINARY):
+        is_bad = ~((y == 0) | (y == 1) | (y == -1)) & ~torch.isnan(y)
+        has_both = bool((y == 0).any() & (y == -1).any())
+        if has_both or bool(is_bad.any()):
+            raise ValueError(f"{kind} takes labels 0 and 1, or -1 and 1; {name} holds {_some(y)}.")
+    elif isinstance(likelihood, _COUNTS):
+        is_bad = ((y < 0) | (y != y.floor())) & ~torch.isnan(y) if y.is_floating_point() else y < 0
+        _refuse(is_bad, y, f"{kind} takes counts, whole numbers from 0", name)
+    elif isinstance(likelihood, likelihoods.SoftmaxLikelihood):
+        num_classes = likelihood.num_classes
+        is_bad = (y < 0) | (y >= num_classes)
+        if y.is_floating_point():
+            is_bad = is_bad | ((y != y.floor()) & ~torch.isnan(y))
+        message = f"Labels must lie in 0..{num_classes - 1}, as there are {num_classes} classes of {kind}"
+        _refuse(is_bad, y, message, name)
+    elif isinstance(likelihood, likelihoods.BetaLikelihood):
+        is_bad = ((y <= 0) | (y >= 1)) & ~torch.isnan(y)
+        _refuse(is_bad, y, f"{kind} takes values between 0 and 1, both excluded", name)
+
+
+def _refuse(is_bad: Tensor, y: Tensor, wanted: str, name: str) -> None:
+    if bool(is_bad.any()):
+        raise ValueError(
+            f"{wanted}; {int(is_bad.sum())} of {y.numel()} values of {name} are others: {_some(y[is_bad])}."
+        )
+
+
+def _some(values: Tensor) -> str:
+    """The first of the distinct values."""
+    distinct = torch.unique(values[~torch.isnan(values)]).tolist()
+    shown = ", ".join(f"{value:g}" for value in distinct[:5])
+    return f"{shown}, ... ({len(distinct)} different ones)" if len(distinct) > 5 else shown

@@ -1,0 +1,239 @@
+"""One way to train every model of this package: what :func:`tighter_gp.fit` is asked, and who does it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+
+from ..arguments import check_arguments
+from ..checks import describe_hyperparameters
+from ..mlls import TighterELBO
+from . import distributed
+from .guard import Guard
+from .history import History, Step
+from .optimizers import Optimizers, make_schedule, natural_parameters, refuse_natural
+from .problem import Problem
+from .progress import Progress
+from .run import Plan, train
+from .sources import is_collapsed, make_objective, make_source, reference
+from .steps import AdamStep, LBFGSStep
+from .steps import Step as KindOfStep
+from .structure import describe, describe_schedule
+from .validation import held_out_data
+
+_DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+
+def fit(
+    model: Any,
+    likelihood: Likelihood,
+    x: Tensor | np.ndarray | Any | None = None,
+    y: Tensor | np.ndarray | None = None,
+    *,
+    objective: Callable[..., Any] = TighterELBO,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = 1024,
+    lr: float = 0.01,
+    schedule: str | Callable[[float], float] | None = "cosine",
+    optimizer: str | None = None,
+    natural_gradients: bool | float = False,
+    validation: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Any]] | None = None,
+    validate_every: int | None = None,
+    patience: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    callbacks: Sequence[Callable[[Step], bool | None]] = (),
+    progress: bool | None = None,
+    max_failures: int = 10,
+    compile: bool = False,
+    num_data: int | None = None,
+    **kwargs: Any,
+) -> History:
+    r"""Train a model: mini-batches and Adam for an approximate GP, L-BFGS on all data for a collapsed one.
+
+    Batches are drawn by index on the device of the data. The order of the batches and every random number of a step
+    are functions of ``seed`` and the step, so that on a CPU two runs give the same numbers, and so does a run that was
+    interrupted and resumed; the global random state is left as it was.
+
+    A step whose Cholesky factorisation fails, or whose loss or gradient is not finite, is not taken: parameters and
+    optimizer stay as they were, and the history and the log (``logging.getLogger("tighter_gp")``) say so. If the next
+    step fails too, it was the last update that led astray: it is undone, and Adam starts anew from where it was with a
+    quarter of the step, which grows back as steps succeed. After ``max_failures`` failures in a row, or if no step of the
+    run succeeded, the error is raised. An iteration of L-BFGS that is interrupted leaves the parameters it started from.
+
+    Under ``torchrun``, or within a process group of your own, each process takes its part of every batch and gradients
+    are summed with the parts' weights: the run is that of one process, to rounding, but for the draws of an objective
+    that samples. Without a group ``fit`` starts one, and ends it. L-BFGS takes all data in each process. Give every
+    process the same arguments; different data are refused. Only the first process writes.
+
+    While it runs there is a progress bar in a terminal, or a line per tenth of the run in the log, at level ``INFO``; at
+    the end a line with steps, seconds and scores. Ctrl-C writes a checkpoint, if there is a path for one, before the
+    ``KeyboardInterrupt`` continues.
+
+    :param model: An :class:`~gpytorch.models.ApproximateGP`, a deep GP, an :class:`~gpytorch.models.ExactGP` with a
+        :class:`~tighter_gp.TighterInducingPointKernel`, or a :class:`~tighter_gp.CollapsedGP`.
+    :param likelihood: Its likelihood.
+    :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models; ``N`` is ``N x 1``): a tensor on the
+        model's device, or a numpy array, perhaps memory-mapped and of any kind of number, of which only a batch is in
+        memory at a time. Or a :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``; the
+        training points are those that its sampler visits, and
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood` needs the index. None for a latent-variable model,
+        whose objective is called with the rows' positions in place of q(f). A collapsed model has its data: leave out
+        ``x`` and ``y``, or give the same.
+    :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader. NaN and infinity are refused,
+        in ``x`` too, but for NaN that means a missing observation; so are labels and counts that the likelihood cannot
+        produce.
+    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised:
+        :class:`~tighter_gp.TighterELBO`, :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
+        :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`, or its own bound. Its own parameters are trained too.
+    :param epochs: Passes over the data; default 100.
+    :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
+    :param batch_size: Points per step, over all processes; None for all.
+    :param lr: Learning rate of Adam at the start.
+    :param schedule: How it falls: ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero,
+        ``"constant"``, or a function of the fraction of the run done that returns a factor.
+    :param optimizer: ``"adam"`` or ``"lbfgs"``, which takes all data at once; default by model. Parameters with sparse
+        gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`. L-BFGS takes no
+        q(u) in natural form.
+    :param natural_gradients: Natural gradients for q(u), which must be in natural form: True (step size 0.1) or the step
+        size. Adam trains the rest.
+    :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density goes to
+        the history, and if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
+    :param validate_every: Steps between validations; default an epoch.
+    :param patience: Stop after this many validations in a row without a better one, and in any case end with the
+        parameters of the best. None: never stop, end with the last.
+    :param checkpoint: File to keep the state of the run in; at any moment it is whole.
+    :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
+    :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model and settings, but for the
+        number of steps. A run that has ended, also one that a callback or early stopping ended, stays ended.
+    :param seed: Seed of all that is random.
+    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end
+        the run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
+    :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed. False: nor lines in the
+        log, but for the last.
+    :param max_failures: Failed steps in a row before the error is raised.
+    :param compile: Whether Adam's steps are compiled, see :class:`~tighter_gp.CompiledStep`. It takes seconds to
+        minutes at the start, once for each shape of batch. A compiled step that fails is tried again eagerly.
+    :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
+    :param kwargs: Per-point arguments of the likelihood or the objective, see
+        :func:`~tighter_gp.arguments.argument_names`; a tensor or array, such as ``noise=``, has one value per point,
+        ``... x N``. An unknown one is a ``TypeError``.
+    :return: The history. The model is left in the mode it was in.
+
+    Example:
+        >>> history = tighter_gp.fit(model, likelihood, train_x, train_y, epochs=2, batch_size=32)
+        >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
+        True
+    """
+    collapsed = is_collapsed(model)
+    optimizer = optimizer or ("lbfgs" if collapsed else "adam")
+    if optimizer not in ("adam", "lbfgs"):
+        raise ValueError(f"Unknown optimizer {optimizer!r}; choose 'adam' or 'lbfgs'.")
+    if epochs is not None and steps is not None:
+        raise ValueError("Give epochs or steps, not both.")
+    counts = {
+        "epochs": epochs,
+        "steps": steps,
+        "patience": patience,
+        "max_failures": max_failures,
+        "validate_every": validate_every,
+        "checkpoint_every": checkpoint_every,
+        "num_data": num_data,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1; got {count}.")
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr must be positive and finite; got {lr}.")
+    if resume and checkpoint is None:
+        raise ValueError("resume=True needs a checkpoint= to continue from.")
+    if compile and (optimizer == "lbfgs" or collapsed or x is None):
+        raise ValueError("compile=True is for Adam's steps on an approximate GP.")
+    if patience is not None and validation is None:
+        raise ValueError("patience= needs held-out data: pass validation=(x, y).")
+    if optimizer == "lbfgs":
+        refuse_natural(model, natural_gradients)
+    if collapsed or hasattr(x, "dataset"):
+        # Neither has a place for them.
+        owner = f"A {type(model if collapsed else x).__name__}"
+        check_arguments(kwargs, likelihood, function=fit, allowed=(), owner=owner)
+
+    like = reference(model, likelihood)
+    with distributed.group(like.device):
+        source = make_source(
+            model,
+            likelihood,
+            x,
+            y,
+            batch_size=None if collapsed or optimizer == "lbfgs" else batch_size,
+            seed=seed,
+            is_split=optimizer == "adam" and not collapsed,
+            num_data=num_data,
+        )
+        mll = make_objective(model, likelihood, objective, source.num_data)
+        check_arguments(kwargs, likelihood, mll, function=fit)
+        source.add_arguments(kwargs)
+        distributed.check_same(source.fingerprint(), like.device)
+        if steps is None:
+            default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
+            steps = (default if epochs is None else epochs) * source.steps_per_epoch
+        problem = Problem(model, likelihood, mll, source.num_data, seed)
+        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile)
+        plan = Plan(
+            total=steps,
+            validation=None if validation is None else held_out_data(likelihood, validation, like),
+            validate_every=validate_every or source.steps_per_epoch,
+            patience=patience,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every or max(100, source.steps_per_epoch),
+            resume=resume,
+            callbacks=callbacks,
+            config={
+                "optimizer": step.name,
+                "seed": seed,
+                "num_data": source.num_data,
+                "batch_size": source.batch_size,
+                **settings,
+                "arguments": sorted(kwargs),
+                "parameters": {name: list(parameter.shape) for name, parameter in problem.parameters.items()},
+                "modules": describe(problem.modules),
+            },
+        )
+        guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
+        return train(problem, source, guard, plan, Progress(progress, steps))
+
+
+def _make_step(
+    problem: Problem,
+    optimizer: str,
+    lr: float,
+    schedule: str | Callable[[float], float] | None,
+    natural_gradients: bool | float,
+    compile: bool,
+) -> tuple[KindOfStep, dict[str, Any]]:
+    """One way to train, and the settings that tell it from another."""
+    if optimizer == "lbfgs":
+        return LBFGSStep(problem), {}
+    natural = natural_parameters(problem.model, natural_gradients)
+
+    def make_optimizers(sparse: set[str]) -> Optimizers:
+        return Optimizers(problem.parameters, sparse, natural, lr, natural_gradients, problem.num_data)
+
+    settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
+    return AdamStep(problem, make_schedule(schedule), make_optimizers, compile), settings
+
+
+def _hyperparameters(problem: Problem, error: Exception) -> str:
+    """What an error does not say itself."""
+    said = "Hyperparameters: " in str(error)
+    return describe_hyperparameters(*([problem.likelihood] if said else [problem.model, problem.likelihood]))

@@ -1,0 +1,168 @@
+"""Batches of a DataLoader, and how many training points it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from ..checks import check_range
+from ..conditionals.blocks import BlockBatchSampler
+from ..data import move
+from . import distributed
+from .batches import Batch, BatchSource
+from .randomness import own_random_state, seed_generators, seed_of
+
+# Samplers whose length is not the number of points they visit, and where they have these points.
+_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source", WeightedRandomSampler: "weights"}
+
+
+class LoaderBatches(BatchSource):
+    """Batches of a :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``.
+
+    With several processes each has a loader of its own, such as one with a
+    :class:`~torch.utils.data.distributed.DistributedSampler`.
+
+    :param loader: The loader; its dataset must know its length.
+    :param seed: Seed of the order, for a loader that shuffles.
+    :param like: Tensor whose dtype and device the batches take.
+    :param noise: Noise variances of all training points, ``... x N``, if the likelihood has them.
+    :param num_data: Number of training points, over all processes; default what the loader says.
+    :param check_y: Looks at the targets of a batch before it goes to the device.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        seed: int,
+        like: Tensor,
+        noise: Tensor | None = None,
+        num_data: int | None = None,
+        check_y: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        try:
+            self.steps_per_epoch = len(loader)
+            self.num_data = num_visited(loader, like.device) if num_data is None else num_data
+        except TypeError:
+            raise TypeError(
+                "fit needs to know the number of training points: give the DataLoader a dataset with a length, or pass "
+                "arrays; memory-mapped numpy arrays may be larger than the memory."
+            ) from None
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                "The DataLoader yields no batch; its batch_size is larger than its dataset with drop_last."
+            )
+        self.batch_size = getattr(loader, "batch_size", None) or 0
+        self.loader, self.seed, self.like, self.noise, self.check_y = loader, seed, like, noise, check_y
+        self.generators = _generators(loader)
+
+    def iterate(self, start: int) -> Iterator[Batch]:
+        """The batches from step ``start`` on, without end; those before it in its epoch are read and dropped."""
+        epoch, skip = divmod(start, self.steps_per_epoch)
+        while True:
+            batch = None
+            for batch in self._epoch(epoch):
+                if skip:
+                    skip -= 1
+                    continue
+                yield self._batch(batch)
+            if batch is None:
+                raise ValueError(
+                    f"The DataLoader yielded no batch in epoch {epoch} and promised {self.steps_per_epoch}; its dataset must "
+                    "start anew each time it is iterated over."
+                )
+            epoch += 1
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        seed = seed_of(self.seed, epoch)
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)
+        # A sampler without a generator asks the global one for a seed, and only then; a dataset may draw on the device.
+        seed_generators(seed, self.like.device)
+        return iter(self.loader)
+
+    def _batch(self, batch: Any) -> Batch:
+        if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+            raise TypeError(f"A DataLoader must yield (x, y) or (x, y, index); got {type(batch).__name__}.")
+        x, y, *index = batch
+        if self.check_y is not None:
+            self.check_y(y)
+        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
+        x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
+        weight = len(x) / distributed.total(len(x), self.like.device)
+        rows = index[0] if index else None
+        return Batch(x, y, rows, self._kwargs(rows), weight)
+
+    def _kwargs(self, rows: Tensor | None) -> dict[str, Any]:
+        if self.noise is None:
+            return {}
+        if rows is None:
+            raise ValueError(
+                "The likelihood has a noise variance for each training point and must know which they are: let the "
+                "DataLoader yield (x, y, index)."
+            )
+        check_range(rows, self.noise.size(-1), f"{self.noise.size(-1)} noise variances")
+        return {"noise": self.noise[..., rows]}
+
+
+def num_visited(loader: Any, device: torch.device) -> int:
+    """Number of points that the epochs visit, over all processes: all of the dataset, or what a sampler has of it.
+
+    :param device: Where processes exchange messages.
+    :raises ValueError: If only a part of the dataset can be seen, and it is unknown which.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None:
+        return len(loader.dataset)
+    if isinstance(batch_sampler, BlockBatchSampler):
+        return int(batch_sampler.sizes.sum())
+    if not hasattr(batch_sampler, "sampler"):
+        return _joined(_num_listed(loader, batch_sampler), loader, device)
+    sampler = batch_sampler.sampler
+    for kind, points in _POPULATIONS.items():
+        if isinstance(sampler, kind):
+            return len(getattr(sampler, points))
+    if hasattr(sampler, "indices"):
+        return _joined(len({int(row) for row in sampler.indices}), loader, device)
+    if isinstance(sampler, (list, tuple)):
+        return _joined(len({int(row) for row in sampler}), loader, device)
+    return len(loader.dataset) if not hasattr(sampler, "__len__") else _joined(len(sampler), loader, device)
+
+
+def _joined(count: int, loader: Any, device: torch.device) -> int:
+    return min(len(loader.dataset), int(distributed.total(count, device)))
+
+
+def _num_listed(loader: Any, batches: Iterable[Any]) -> int:
+    """Number of points in batches that are listed, or that are drawn anew in each epoch and always all."""
+    if isinstance(batches, (list, tuple)):
+        return len({int(row) for batch in batches for row in batch})
+    if not hasattr(batches, "__next__"):  # an iterator would be used up
+        generators = [(generator, generator.get_state()) for generator in _generators(loader)]
+        with own_random_state(torch.device("cpu")):
+            count = len({int(row) for batch in batches for row in batch})
+        for generator, state in generators:
+            generator.set_state(state)
+        if count == len(loader.dataset):
+            return count
+    raise ValueError(
+        f"The batch_sampler ({type(batches).__name__}) does not say which of the {len(loader.dataset)} points of the dataset "
+        "it visits over all epochs: pass their number, fit(..., num_data=), or use a list of batches or "
+        "torch.utils.data.BatchSampler."
+    )
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {
+        id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if isinstance(g, torch.Generator)
+    }
+    return list(found.values())

@@ -1,0 +1,123 @@
+"""What is trained: the modules, the loss of a batch, and the random numbers of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from ..collapsed import CollapsedGP
+from . import distributed
+from .batches import Batch
+from .randomness import own_random_state, seed_generators, seed_of
+
+
+class Problem:
+    """A model with its likelihood and objective, as the steps and the run see it. Nothing in it changes but parameters.
+
+    :param model: The model.
+    :param likelihood: Its likelihood.
+    :param objective: Is maximised: a module or a function of q(f) and targets. None for a
+        :class:`~tighter_gp.CollapsedGP`, which has its own.
+    :param num_data: Number of training points.
+    :param seed: Seed of all that is random.
+    :ivar parameters: All that is trained, by name.
+    :ivar modules: The modules with a state, by name.
+    """
+
+    def __init__(self, model: Any, likelihood: Any, objective: Any, num_data: int, seed: int) -> None:
+        self.model, self.likelihood, self.objective = model, likelihood, objective
+        self.num_data, self.seed = num_data, seed
+        modules = {"model": model, "likelihood": likelihood, "objective": objective}
+        self.modules = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+        self.parameters = {
+            name: parameter
+            for name, parameter in _distinct(self.modules, torch.nn.Module.named_parameters)
+            if parameter.requires_grad
+        }
+        if not self.parameters:
+            raise ValueError(
+                "No parameter of the model, the likelihood or the objective requires a gradient; call requires_grad_() on those "
+                "to train."
+            )
+        self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
+        self.device = next(iter(self.parameters.values())).device
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Minus the objective per datum, summed over a batch of models."""
+        if isinstance(self.model, CollapsedGP):
+            return -(self.model.bound() + _log_prior(self.model)) / self.num_data
+        if batch.x is None:
+            return -self.objective(batch.rows, batch.y, **batch.kwargs).sum()
+        if isinstance(self.model, ExactGP):
+            return -self.objective(self.model(batch.x), batch.y).sum()
+        return -self.objective(self.model(batch.x, **self.positions(batch)), batch.y, **batch.kwargs).sum()
+
+    def positions(self, batch: Batch) -> dict[str, Tensor]:
+        """The argument of the model that says which training points these are, if a conditional needs it."""
+        if not self.needs_index:
+            return {}
+        if batch.rows is None:
+            raise ValueError("PerPoint and Blocks need positions: let the DataLoader yield (x, y, index).")
+        return {"index": batch.rows}
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The values of all modules; of the objective what is its own."""
+        found = {name: self.modules[name].state_dict() for name in ("model", "likelihood")}
+        return {**found, "objective": {name: tensor.detach() for name, tensor in self._of_objective().items()}}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Take over the values of a checkpoint, or of the best step."""
+        self.model.load_state_dict(state["model"])
+        self.likelihood.load_state_dict(state["likelihood"])
+        own = self._of_objective()
+        for name, value in state.get("objective", {}).items():  # which the first checkpoints did not have
+            own[name].copy_(value)
+
+    def copy_state(self) -> dict[str, dict[str, Tensor]]:
+        """The same, to be kept."""
+        return {
+            name: {key: value.detach().clone() for key, value in values.items()}
+            for name, values in self.state().items()
+        }
+
+    def _of_objective(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the objective that are in neither the model nor the likelihood."""
+        tensors = itertools.chain(
+            _distinct(self.modules, torch.nn.Module.named_parameters),
+            _distinct(self.modules, torch.nn.Module.named_buffers),
+        )
+        return {name.partition(".")[2]: tensor for name, tensor in tensors if name.startswith("objective.")}
+
+    # -- random numbers -----------------------------------------------------------------------------------------------
+
+    def seed_step(self, step: int) -> None:
+        """Random numbers of a step, other ones in each process."""
+        seed_generators(seed_of(self.seed, step, distributed.rank()), self.device)
+
+    def own_random_state(self) -> AbstractContextManager[None]:
+        """To be seeded at will within it."""
+        return own_random_state(self.device)
+
+
+def _distinct(modules: dict[str, torch.nn.Module], named: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor once, under the name of the first module that has it."""
+    seen: set[int] = set()
+    for prefix, module in modules.items():
+        for name, tensor in named(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}", tensor
+
+
+def _log_prior(model: Any) -> Tensor | float:
+    """Log density of the priors, as GPyTorch's objectives count it."""
+    return sum(prior.log_prob(closure(module)).sum() for _, module, prior, closure, _ in model.named_priors())

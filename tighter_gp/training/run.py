@@ -1,0 +1,288 @@
+"""A run: the loop over steps, and what happens between them.
+
+After each step come validation, callbacks and, now and then, a checkpoint. All that changes is in the state, which the
+loop hands from step to step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..checks import NUMERICAL_ERRORS
+from ..modes import temporary_mode
+from . import checkpoint as checkpoints
+from . import distributed
+from .batches import Batch, BatchSource
+from .guard import Guard, GuardState
+from .history import History, Step
+from .interrupts import SecondInterrupt, held_back
+from .problem import Problem
+from .progress import Progress
+from .validation import HeldOut, score, try_out
+
+log = logging.getLogger("tighter_gp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, besides the steps themselves.
+
+    :param total: Number of steps.
+    :param validation: Held-out points, if any.
+    :param validate_every: Steps between validations.
+    :param patience: Validations without a better one before the run ends.
+    :param checkpoint: File for the state, if any.
+    :param checkpoint_every: Steps between checkpoints.
+    :param resume: Whether to go on from it.
+    :param callbacks: Called after each step.
+    :param config: What tells this run from another, as plain values.
+    """
+
+    total: int
+    validation: HeldOut | None
+    validate_every: int
+    patience: int | None
+    checkpoint: str | os.PathLike[str] | None
+    checkpoint_every: int
+    resume: bool
+    callbacks: Sequence[Callable[[Step], bool | None]]
+    config: dict[str, Any]
+
+
+@dataclass
+class RunState:
+    """All that changes in a run, besides the parameters.
+
+    :param guard: State of the guarded step.
+    :param history: What happened.
+    :param best: Score, step and values of the best validation.
+    :param pending: Whether the events of the last step are still to come.
+    """
+
+    guard: GuardState
+    history: History = field(default_factory=History)
+    best: dict[str, Any] | None = None
+    pending: bool = False
+
+
+def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progress: Progress) -> History:
+    """Run to the end, or go on to it from a checkpoint."""
+    with (
+        temporary_mode(problem.model, True),
+        temporary_mode(problem.likelihood, True),
+        _own_generators(source),
+        progress,
+    ):
+        if plan.checkpoint is not None:
+            checkpoints.check_path(plan.checkpoint, problem.device)
+        restored = _restore(problem, guard, plan) if plan.resume else None
+        state, finished = restored or (RunState(guard.init()), False)
+        if state.history.steps == 0:
+            _initialise(problem, source)
+        distributed.share_state(problem.modules.values())
+        progress.start(state.history)
+        if not finished:
+            _try_validation(problem, plan)
+            try:
+                _loop(problem, source, guard, plan, state, progress)
+            except KeyboardInterrupt as error:
+                if not isinstance(error, SecondInterrupt):
+                    _save(problem, guard, plan, state, finished=False)
+                raise
+        if state.best is not None:
+            problem.load_state(state.best)
+        if not finished:
+            _save(problem, guard, plan, state, finished=True)
+        progress.end(state.history, finished)
+        return state.history
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state: RunState, progress: Progress) -> None:
+    history, stop = state.history, False
+    if state.pending:  # interrupted between a step and its events
+        with problem.own_random_state():
+            problem.seed_step(history.steps - 1)
+            stop = _after_step(problem, source, plan, state)
+    batches = iter(source.iterate(history.steps))
+    converged = ""
+    while not stop and history.steps < plan.total:
+        with problem.own_random_state():
+            batch = next(batches)
+            with held_back():
+                converged = _step(problem, guard, plan, state, batch)
+            progress.step(history)
+            stop = _after_step(problem, source, plan, state) or bool(converged)
+            if stop or history.steps == plan.total:
+                _settle(problem, guard, state, batch)
+        if stop or history.steps % plan.checkpoint_every == 0:
+            _save(problem, guard, plan, state, finished=stop)
+    if state.guard.error is not None and state.guard.failures == history.steps:
+        guard.give_up(state.guard, history.steps - 1)
+    if stop:
+        history.stopped = history.stopped or converged
+
+
+def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Batch) -> str:
+    """One step; why none is needed after it, if so."""
+    history = state.history
+    number = history.steps
+    problem.seed_step(number)
+    started = time.perf_counter()
+    state.guard, info = guard.step(state.guard, batch, number, number / plan.total)
+    history.seconds += time.perf_counter() - started
+    if info.skipped:
+        history.skipped.append((number, info.skipped))
+        log.warning("step %d was skipped: %s", number, info.skipped)
+        distributed.share_state(problem.modules.values())
+    history.loss.append(info.loss)
+    state.pending = True
+    return info.converged
+
+
+def _settle(problem: Problem, guard: Guard, state: RunState, batch: Batch) -> None:
+    """Look at the bound after the last step."""
+    history = state.history
+    problem.seed_step(history.steps)
+    state.guard, reason = guard.settle(state.guard, lambda: problem.loss(batch))
+    if reason:
+        history.skipped.append((history.steps - 1, reason))
+        log.warning("after the last step: %s", reason)
+
+
+def _initialise(problem: Problem, source: BatchSource) -> None:
+    """GPyTorch sets q(u) at the first call, with a little noise: do it here, once for all processes."""
+    with torch.no_grad(), problem.own_random_state():
+        problem.seed_step(-1)
+        batch = next(iter(source.iterate(0)))
+        try:
+            problem.loss(batch)
+        except NUMERICAL_ERRORS as error:
+            log.debug("the first call failed: %s", error)  # the first step will fail too, and say so
+
+
+@contextmanager
+def _own_generators(source: BatchSource) -> Iterator[None]:
+    """Generators of the batches are left as they were."""
+    states = [(generator, generator.get_state()) for generator in source.generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunState) -> bool:
+    """Validation and callbacks; whether the run should end."""
+    history, stop = state.history, False
+    done = history.steps
+    if plan.validation is not None and (done % plan.validate_every == 0 or done == plan.total):
+        stop = distributed.agreed(_validate(problem, plan, state), problem.device)
+        if stop:
+            history.stopped = f"no better validation in {plan.patience}"
+    state.pending = False
+    epoch, rest = divmod(done, source.steps_per_epoch)
+    seen = Step(done, epoch, rest == 0, history.loss[-1], problem.model, problem.likelihood, history)
+    for callback in plan.callbacks:
+        if distributed.agreed(bool(callback(seen)), problem.device):
+            history.stopped, stop = history.stopped or "a callback asked for it", True
+    return stop
+
+
+def _validate(problem: Problem, plan: Plan, state: RunState) -> bool:
+    history, value = state.history, _score(problem, plan, state)
+    history.validation.append((history.steps, value))
+    if plan.patience is None:
+        return False
+    if math.isfinite(value) and (state.best is None or value < state.best["score"]):
+        state.best = {"score": value, "step": history.steps, **problem.copy_state()}
+        history.best_step = history.steps
+    best_step = 0 if state.best is None else state.best["step"]
+    return sum(step > best_step for step, _ in history.validation) >= plan.patience
+
+
+def _score(problem: Problem, plan: Plan, state: RunState) -> float:
+    assert plan.validation is not None
+    try:
+        return score(problem.model, problem.likelihood, plan.validation)
+    except NUMERICAL_ERRORS as error:
+        log.warning("the validation after %d steps failed: %s", state.history.steps, error)
+        return math.nan
+
+
+def _try_validation(problem: Problem, plan: Plan) -> None:
+    if plan.validation is not None:
+        with problem.own_random_state():
+            problem.seed_step(-1)
+            try_out(problem.model, problem.likelihood, plan.validation)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _save(problem: Problem, guard: Guard, plan: Plan, state: RunState, finished: bool) -> None:
+    if plan.checkpoint is None:
+        return
+    checkpoints.save(
+        plan.checkpoint,
+        {
+            "config": plan.config,
+            "finished": finished,
+            "total": plan.total,
+            **problem.state(),
+            "optimizer": guard.state_dict(state.guard),
+            "history": asdict(state.history),
+            "failures": state.guard.failures,
+            "best": state.best,
+            "pending": state.pending,
+            "callbacks": [c.state_dict() if hasattr(c, "state_dict") else None for c in plan.callbacks],
+        },
+    )
+
+
+def _restore(problem: Problem, guard: Guard, plan: Plan) -> tuple[RunState, bool] | None:
+    """The state in a checkpoint, if there is one, and whether the run was finished."""
+    assert plan.checkpoint is not None
+    saved = checkpoints.load(plan.checkpoint, problem.device)
+    if saved is None:
+        return None
+    checkpoints.check_state(plan.checkpoint, saved, plan.config)
+    problem.load_state(saved)
+    past = saved["history"]
+    past["validation"] = [tuple(entry) for entry in past["validation"]]
+    past["skipped"] = [tuple(entry) for entry in past["skipped"]]
+    history = History(**past)
+    for callback, callback_state in zip(plan.callbacks, saved["callbacks"], strict=False):
+        if callback_state is not None and hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(callback_state)
+    state = RunState(
+        guard.load_state_dict(saved["optimizer"], saved["failures"]),
+        history,
+        saved["best"],
+        saved.get("pending", False),
+    )
+    # A run that was asked for more steps than before continues.
+    finished = bool(saved["finished"]) and (plan.total <= saved["total"] or bool(history.stopped))
+    if not finished and distributed.rank() == 0:
+        log.info("resumed after %d of %d steps from %s", history.steps, plan.total, plan.checkpoint)
+    return state, finished

@@ -1,0 +1,127 @@
+"""From the arguments of :func:`tighter_gp.fit` to batches and an objective, or a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from ..collapsed import CollapsedGP
+from ..data import Rows, first_parameter
+from ..labels import check_labels
+from ..mlls import TighterELBO
+from .batches import ArrayBatches, BatchSource
+from .loaders import LoaderBatches
+from .validation import check_finite
+
+
+def is_collapsed(model: Any) -> bool:
+    """Whether a model has its data and trains on all of them at once."""
+    return isinstance(model, (ExactGP, CollapsedGP))
+
+
+def reference(model: Any, likelihood: Any) -> Tensor:
+    """A parameter whose dtype and device the data must have."""
+    like = first_parameter(model, likelihood)
+    if like.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float()."
+        )
+    for parameter in likelihood.parameters():
+        if parameter.device != like.device:
+            raise ValueError(
+                f"The likelihood is on {parameter.device} and the model on {like.device}; move one to the other."
+            )
+    return like
+
+
+def make_objective(model: Any, likelihood: Any, objective: Callable[..., Any], num_data: int) -> Any:
+    """What is maximised; None for a model that has a bound of its own."""
+    if isinstance(model, CollapsedGP):
+        if objective is not TighterELBO:
+            raise ValueError(
+                "A CollapsedGP is trained on its own bound, which it was built with; leave objective= out."
+            )
+        return None
+    if isinstance(model, ExactGP) and objective is TighterELBO:
+        return ExactMarginalLogLikelihood(likelihood, model)
+    return objective(likelihood, model, num_data)
+
+
+def make_source(
+    model: Any,
+    likelihood: Any,
+    x: Any,
+    y: Any,
+    *,
+    batch_size: int | None,
+    seed: int,
+    is_split: bool,
+    num_data: int | None,
+) -> BatchSource:
+    """The batches of a run."""
+    like = first_parameter(model, likelihood)
+    fixed = likelihood.noise_covar.noise if isinstance(likelihood, FixedNoiseGaussianLikelihood) else None
+    check_y = lambda values: check_labels(likelihood, values)
+    if x is not None and not isinstance(x, (Tensor, np.ndarray)):
+        if not hasattr(x, "dataset"):
+            raise TypeError(f"x must be a tensor, a numpy array or a DataLoader; got {type(x).__name__}.")
+        if y is not None or batch_size is None:
+            raise ValueError(
+                "A DataLoader brings its own targets and batches: leave y out, pass no per-point arguments, and use "
+                "arrays for full-batch training."
+            )
+        return LoaderBatches(x, seed, like, fixed, num_data, check_y)
+    if is_collapsed(model):
+        x, y = _own_data(model, likelihood, x, y, like)
+    if num_data is not None:
+        raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
+    if not isinstance(y, (Tensor, np.ndarray)):
+        raise TypeError(f"y must be a tensor or a numpy array; got {type(y).__name__}.")
+    kwargs = {} if fixed is None else {"noise": fixed}
+    source = ArrayBatches(x, y, kwargs, batch_size, seed, like, is_split, check_y)
+    # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.
+    if isinstance(x, Tensor):
+        check_finite("x", x)
+    if x is not None and isinstance(y, Tensor):
+        check_finite("y", y, likelihood)
+    if isinstance(y, Tensor):
+        check_labels(likelihood, y)
+    return source
+
+
+def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The data of a collapsed model; what was passed must be the same."""
+    if model.likelihood is not likelihood:
+        raise ValueError("The likelihood is not the one that the model was built with; pass model.likelihood.")
+    if isinstance(model, CollapsedGP):
+        own = {"x": model.train_x, "y": model.train_y}
+    else:
+        if model.train_inputs is None or model.train_targets is None:
+            raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
+        own = {"x": model.train_inputs[0], "y": model.train_targets}
+    for name, given in {"x": x, "y": y}.items():
+        if given is None:
+            continue
+        values = Rows(given, like, is_input=name == "x", name=name)
+        check_finite(name, values[:], likelihood if name == "y" else None)
+        found = "other values"
+        if values.shape != own[name].shape:
+            found = f"{tuple(values.shape)} against {tuple(own[name].shape)}"
+        elif _equal(values[:], own[name]):
+            continue
+        raise ValueError(
+            f"{name} is not what the model was built with ({found}), and {type(model).__name__} trains on its own data: leave "
+            f"{name} out, or build the model on these."
+        )
+    return own["x"], own["y"]
+
+
+def _equal(given: Tensor, own: Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(given.to(own.dtype)), torch.nan_to_num(own))

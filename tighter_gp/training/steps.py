@@ -1,0 +1,279 @@
+"""One step of training: a batch comes in, parameters change, and an account of it goes out.
+
+A step is an object without a memory of its own. ``init`` makes the state of a run, ``step`` takes it and gives it back,
+and ``state_dict`` and ``load_state_dict`` carry it through a checkpoint. Another kind of step, such as one with natural
+gradients, is another class with these five names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from linear_operator.utils.errors import NanError
+from torch import Tensor
+
+from ..checks import NUMERICAL_ERRORS
+from ..compiled import CompiledStep
+from . import distributed
+from .batches import Batch
+from .lbfgs import FullBatchLBFGS
+from .optimizers import Optimizers
+from .problem import Problem
+
+# L-BFGS has converged after this many iterations in a row that change the loss by less than this fraction.
+_QUIET_ITERATIONS, _QUIET = 3, 1e-9
+
+
+class Call(NamedTuple):
+    """What a step is told besides its state and its batch.
+
+    :param fraction: Fraction of the run that is done.
+    :param damping: Factor on the size of the update.
+    :param keep: To be called right before parameters change, with gradients in place, if the update can be undone.
+    """
+
+    fraction: float
+    damping: float
+    keep: Callable[[], None]
+
+
+class Info(NamedTuple):
+    """What came of a step.
+
+    :param loss: Minus the objective; NaN if it could not be computed.
+    :param error: Why the step was not taken; None if it was.
+    :param converged: Why no further step is needed; empty if one is.
+    """
+
+    loss: float
+    error: Exception | None = None
+    converged: str = ""
+
+
+class Step(Protocol):
+    """One way to train."""
+
+    name: str
+
+    def init(self) -> Any:
+        """The state before the first step, and after an update was undone."""
+        ...
+
+    def step(self, state: Any, batch: Batch, call: Call) -> tuple[Any, Info]:
+        """Take a step. One that fails leaves the parameters as they were."""
+        ...
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        """The state as tensors, numbers, lists and dicts."""
+        ...
+
+    def load_state_dict(self, saved: dict[str, Any]) -> Any:
+        """The state from that; what ``init`` gives where there is nothing of it."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses with gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+Gradients = Callable[[Batch], tuple[Tensor | None, Exception | None]]
+
+
+def eager_gradients(problem: Problem) -> Gradients:
+    """Computes the weighted loss of a batch and leaves gradients in ``.grad``; or returns what went wrong."""
+
+    def compute(batch: Batch) -> tuple[Tensor | None, Exception | None]:
+        try:
+            loss = problem.loss(batch)
+            if batch.weight != 1.0:
+                loss = loss * batch.weight
+            loss.backward()
+        except NUMERICAL_ERRORS as error:
+            return None, error
+        return loss.detach(), None
+
+    return compute
+
+
+def compiled_gradients(problem: Problem) -> Gradients:
+    """The same by a compiled graph; a step that fails in it is tried again eagerly."""
+    compiled, eager = CompiledStep(problem.objective), eager_gradients(problem)
+
+    def compute(batch: Batch) -> tuple[Tensor | None, Exception | None]:
+        assert batch.x is not None
+        loss = compiled(batch.x, batch.y, **problem.positions(batch), **batch.kwargs).sum()
+        if not bool(torch.isfinite(loss)):
+            problem.objective.zero_grad(set_to_none=True)
+            return eager(batch)
+        for parameter in problem.parameters.values():
+            if batch.weight != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(batch.weight)
+        return loss * batch.weight, None
+
+    return compute
+
+
+def joined_gradients(
+    parameters: Mapping[str, Tensor], gradients: Gradients, batch: Batch
+) -> tuple[float, dict[str, float], Exception | None]:
+    """The loss and gradients of a batch over all processes, in ``.grad``, which is empty if anything is not finite.
+
+    :return: The loss, the largest entry of each gradient by name, and what went wrong.
+    """
+    values = list(parameters.values())
+    for parameter in values:
+        parameter.grad = None
+    loss, error = gradients(batch)
+    joined, num_failed = distributed.sum_gradients(values, loss)
+    for parameter in values:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # once, for all that ask for its rows
+    value, largest = (math.nan, {}) if joined is None else _read(joined, parameters)
+    if all(map(math.isfinite, (value, *largest.values()))):
+        return value, largest, None
+    for parameter in values:
+        parameter.grad = None
+    if num_failed:
+        error = error or NanError(f"{num_failed} of {distributed.world_size()} processes failed")
+    return value, {}, error or NanError(f"the loss is {value} or its gradient is not finite.")
+
+
+def _read(loss: Tensor, parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
+    """The loss, and the largest entry of every gradient: one read from the device."""
+    largest = {
+        name: torch.linalg.vector_norm(grad.values() if grad.is_sparse else grad, math.inf).double()
+        for name, grad in ((name, parameter.grad) for name, parameter in parameters.items())
+        if grad is not None and grad.numel()
+    }
+    value, *norms = torch.stack([loss.double(), *largest.values()]).tolist()
+    return value, dict(zip(largest, norms, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adam
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class AdamStep:
+    """A step of Adam, SparseAdam and, for q(u) in natural form, GPyTorch's natural gradients.
+
+    :param problem: What is trained.
+    :param schedule: Factor on the learning rate as a function of the fraction of the run that is done.
+    :param make_optimizers: Makes them from the names of the parameters with sparse gradients.
+    :param compile: Whether steps are compiled.
+    """
+
+    name = "adam"
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Callable[[float], float],
+        make_optimizers: Callable[[set[str]], Optimizers],
+        compile: bool = False,
+    ) -> None:
+        self.problem, self.schedule, self.make_optimizers = problem, schedule, make_optimizers
+        self.gradients = (compiled_gradients if compile else eager_gradients)(problem)
+
+    def init(self) -> Optimizers | None:
+        """None: which gradients are sparse is known after the first of them."""
+        return None
+
+    def step(self, state: Optimizers | None, batch: Batch, call: Call) -> tuple[Optimizers | None, Info]:
+        """Take a step, unless the loss or a gradient is not finite."""
+        parameters = self.problem.parameters
+        loss, largest, error = joined_gradients(parameters, self.gradients, batch)
+        if error is not None:
+            return state, Info(math.nan, error)
+        if state is None:
+            state = self.make_optimizers({n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse})
+        call.keep()
+        state.scale_down(largest)
+        state.step(self.schedule(call.fraction), call.damping)
+        return state, Info(loss)
+
+    def state_dict(self, state: Optimizers | None) -> dict[str, Any]:
+        """States of the optimizers."""
+        return {"optimizers": None if state is None else state.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> Optimizers | None:
+        """The optimizers with the states they had."""
+        states = saved.get("optimizers")
+        if states is None:
+            return None
+        optimizers = self.make_optimizers(set(states["sparse"]))
+        optimizers.load_state_dict(states)
+        return optimizers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# L-BFGS
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LBFGSState:
+    """The optimizer, once there is a batch; what a checkpoint had of it; and iterations without much change."""
+
+    lbfgs: FullBatchLBFGS | None = None
+    saved: dict[str, Any] | None = None
+    quiet: int = 0
+
+
+class LBFGSStep:
+    """An iteration of L-BFGS on all data.
+
+    :param problem: What is trained.
+    """
+
+    name = "lbfgs"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def init(self) -> LBFGSState:
+        """No curvature is known."""
+        return LBFGSState()
+
+    def step(self, state: LBFGSState, batch: Batch, call: Call) -> tuple[LBFGSState, Info]:
+        """One iteration. After a failure the curvature that led there is forgotten."""
+        lbfgs = state.lbfgs or self._start(batch, state.saved)
+        before = lbfgs.loss
+        try:
+            loss, moved = lbfgs.step()
+        except (*NUMERICAL_ERRORS, FloatingPointError) as error:
+            return LBFGSState(quiet=state.quiet), Info(math.nan, error)
+        if lbfgs.error is not None and not moved:
+            return LBFGSState(quiet=state.quiet), Info(loss, lbfgs.error)
+        quiet = state.quiet + 1 if abs(before - loss) <= _QUIET * max(1.0, abs(loss)) else 0
+        converged = "converged" if not moved or quiet >= _QUIET_ITERATIONS else ""
+        return LBFGSState(lbfgs, quiet=quiet), Info(loss, converged=converged)
+
+    def _start(self, batch: Batch, saved: dict[str, Any] | None) -> FullBatchLBFGS:
+        problem = self.problem
+
+        def evaluate() -> Tensor:
+            problem.seed_step(-2)  # a sampled objective must be the same at every trial point
+            loss = problem.loss(batch)
+            loss.backward()
+            return loss
+
+        lbfgs = FullBatchLBFGS(list(problem.parameters.values()), evaluate, NUMERICAL_ERRORS)
+        if saved is not None:
+            lbfgs.load_state_dict(saved["lbfgs"])
+            lbfgs.loss = saved["loss"]
+        return lbfgs
+
+    def state_dict(self, state: LBFGSState) -> dict[str, Any]:
+        """State of the optimizer, if it has begun."""
+        if state.lbfgs is None:
+            return {}
+        return {"lbfgs": state.lbfgs.state_dict(), "loss": state.lbfgs.loss, "quiet": state.quiet}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> LBFGSState:
+        """The state, to be used when the first batch is there."""
+        return LBFGSState(saved=saved, quiet=saved["quiet"]) if "lbfgs" in saved else LBFGSState()
