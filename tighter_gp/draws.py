@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws on the CPU and on a device follow a seed; afterwards every global generator is as it was."""
+    has_own = device.type not in ("cpu", "meta")
+    with torch.random.fork_rng([device] if has_own else [], device_type=device.type if has_own else "cuda"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices of others too
+        if has_own:
+            state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield
 
 
 def standard_normal(shape: tuple[int, ...] | torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:

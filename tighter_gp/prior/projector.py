@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from ..checks import all_finite, checks_are_deferred, passed, raise_if_not_finite, same_values
+from ..checks import all_finite, check_device, checks_are_deferred, passed, raise_if_not_finite, same_values
 from ..maths.fused import reuse_cholesky
 from ..maths.linalg import cholesky, project, residual_variance
 from ..settings import float32_factor
@@ -336,6 +336,7 @@ class Projector:
 
 def _together(first: Tensor, second: Tensor) -> Tensor:
     """One set of points above the other, in their common batch shape."""
+    check_device(second, first.device, "Inputs are")
     if first.shape[:-2] != second.shape[:-2]:
         batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
         first, second = first.expand(*batch, *first.shape[-2:]), second.expand(*batch, *second.shape[-2:])
