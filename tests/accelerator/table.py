@@ -36,6 +36,9 @@ WAITS: dict[str, tuple[int, int]] = {
     "CollapsedGP": (3, 3),
 }
 
+# Of a plain model in fit, the loss included, with debug on.
+PER_STEP_OF_FIT = 3
+
 
 def step_of(feature: str, device: str) -> Step:
     """A step that was taken once, which initialises q(u): the same on every device."""
