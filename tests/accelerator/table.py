@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import gpytorch
 import torch
 
+import tighter_gp
 from tests.accelerator.device import Wait, load, waits
 from tests.accelerator.features import FEATURES, Step
+from tests.accelerator.launches import STEPS, launches_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 
 # Per step, with gpytorch.settings.debug on (GPyTorch's default) and off.
 WAITS: dict[str, tuple[int, int]] = {
@@ -58,20 +65,57 @@ def waits_of(feature: str, *, debug: bool, device: str = "dev:1") -> list[Wait]:
     return found
 
 
-def markdown() -> str:
+def waits_of_compiled(feature: str, device: str = "dev:1") -> list[Wait]:
+    """The same for a compiled step, without its code generation: the stand-in has none."""
+    step = step_of(feature, device)
+    compiled = tighter_gp.CompiledStep(step.module, backend="eager")
+    compiled(*step.data)
+    assert compiled.is_compiled
+    with waits() as found:
+        compiled(*step.data)
+    return found
+
+
+def synchronisations() -> str:
     """One row per feature; places with debug on, by file and function."""
-    load()
-    torch.set_default_dtype(torch.float64)
-    lines = [
-        "| feature | per step | without debug | where (operator, times) |",
-        "|---|---|---|---|",
-    ]
+    lines = ["| feature | per step | without debug | where (operator, times) |", "|---|---|---|---|"]
     for feature in FEATURES:
         checked, unchecked = waits_of(feature, debug=True), waits_of(feature, debug=False)
-        places: dict[str, int] = {}
-        for wait in checked:
-            name = f"`{wait.place}` ({wait.what})"
-            places[name] = places.get(name, 0) + 1
-        where = ", ".join(name[:-1] + (f", {count})" if count > 1 else ")") for name, count in places.items())
+        counts = Counter(f"`{wait.place}` ({wait.what}" for wait in checked)
+        where = ", ".join(name + (f", {count})" if count > 1 else ")") for name, count in counts.items())
         lines.append(f"| {feature} | {len(checked)} | {len(unchecked)} | {where} |")
     return "\n".join(lines)
+
+
+def launches() -> str:
+    """One row per kind of step, in float32."""
+    lines = ["| eager step, float32 | launches | of them backward | most frequent |", "|---|---|---|---|"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    for name in STEPS:
+        found = launches_of(name)
+        backward = sum(launch.is_backward for launch in found.found)
+        often = ", ".join(f"{operator} {count}" for operator, count in found.by_operator().most_common(5))
+        lines.append(f"| {name} | {len(found.found)} | {backward} | {often} |")
+    torch.set_default_dtype(before)
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """The generated parts of the page."""
+    load()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return {"synchronisations": synchronisations(), "launches": launches()}
+    finally:
+        torch.set_default_dtype(before)
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew, each after a comment with its name and up to the next empty line."""
+    for name, table in tables().items():
+        mark = f"<!-- generated: {name} -->\n"
+        head, tail = page.split(mark)
+        page = f"{head}{mark}{table}\n\n{tail.split(chr(10) * 2, 1)[1]}"
+    return page

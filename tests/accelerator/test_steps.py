@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gpytorch
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import tighter_gp
 from tests.accelerator.device import DEVICES
 from tests.accelerator.features import FEATURES
-from tests.accelerator.table import WAITS, step_of, waits_of
+from tests.accelerator.table import PAGE, WAITS, step_of, waits_of, waits_of_compiled, with_tables
 
 pytestmark = pytest.mark.accelerator
 
@@ -31,3 +34,46 @@ def test_a_step_waits_as_often_as_the_table_says(feature):
     """Update ``WAITS`` when a step waits less; ``python -m tests.accelerator`` prints the table for docs/gpus.md."""
     checked, unchecked = waits_of(feature, debug=True), waits_of(feature, debug=False)
     assert (len(checked), len(unchecked)) == WAITS[feature], [*checked, "--", *unchecked]
+
+
+@pytest.mark.parametrize("feature", ["T-SVGP", "SOLVE-GP", "Bernoulli, optimal", "softmax, beta"])
+def test_a_compiled_step_waits_for_nothing(feature):
+    assert waits_of_compiled(feature) == []
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_tables_of_the_page_are_up_to_date():
+    """``python -m tests.accelerator --write`` makes them anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page) == page
+
+
+class Wide(TorchDispatchMode):
+    """The operators that give float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(result)
+        if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in leaves):
+            self.found.append(str(function))
+        return result
+
+
+NEED_FLOAT64 = ("Blocks", "collapsed kernel", "CollapsedGP")
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NEED_FLOAT64])
+def test_with_the_float32_factor_a_step_makes_no_float64(feature):
+    """What a device without float64 asks for, Apple's MPS."""
+    torch.set_default_dtype(torch.float32)
+    with tighter_gp.settings.float32_factor(), gpytorch.settings.variational_cholesky_jitter(float_value=1e-4):
+        torch.manual_seed(0)
+        step = FEATURES[feature]()
+        step.backward()
+        with Wide() as wide:
+            step.backward()
+    assert wide.found == []
