@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ def missing() -> str | None:
     """Why the stand-in cannot be built here, or None."""
     if os.name != "posix":
         return "the stand-in device is built with g++ on Linux"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+        return f"the stand-in device speaks to torch from 2.13 on, this is {torch.__version__}"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "no Python.h, which the stand-in device is built with"
     compiler = os.environ.get("CXX", "c++")
     for program in (compiler, "ninja"):
         beside = Path(sys.executable).with_name(program)

@@ -57,11 +57,16 @@ def step_of(feature: str, device: str) -> Step:
 
 def waits_of(feature: str, *, debug: bool, device: str = "dev:1") -> list[Wait]:
     """What the host waits for in a step that is not the first."""
-    with gpytorch.settings.debug(debug):
-        step = step_of(feature, device)
-        step.backward()
-        with waits() as found:
+    validates = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile turns it off for good
+    try:
+        with gpytorch.settings.debug(debug):
+            step = step_of(feature, device)
             step.backward()
+            with waits() as found:
+                step.backward()
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(validates)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import gpytorch
 import pytest
 import torch
@@ -36,7 +38,7 @@ def test_a_step_waits_as_often_as_the_table_says(feature):
     assert (len(checked), len(unchecked)) == WAITS[feature], [*checked, "--", *unchecked]
 
 
-@pytest.mark.parametrize("feature", ["T-SVGP", "SOLVE-GP", "Bernoulli, optimal", "softmax, beta"])
+@pytest.mark.parametrize("feature", ["SOLVE-GP", "softmax, beta"])
 def test_a_compiled_step_waits_for_nothing(feature):
     assert waits_of_compiled(feature) == []
 
@@ -77,3 +79,13 @@ def test_with_the_float32_factor_a_step_makes_no_float64(feature):
         with Wide() as wide:
             step.backward()
     assert wide.found == []
+
+
+@pytest.mark.parametrize(
+    "code", re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.M)
+)
+def test_the_code_of_the_page_runs(code):
+    step = step_of("T-SVGP", "cpu")
+    model, likelihood = step.module.model, step.module.likelihood
+    names = {"model": model, "likelihood": likelihood, "train_x": step.data[0], "train_y": step.data[1]}
+    exec(code, {"tighter_gp": tighter_gp, **names})
