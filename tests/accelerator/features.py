@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import gpytorch
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, PeriodicKernel, RBFKernel, RQKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood, SoftmaxLikelihood
 from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
 from torch import Tensor
@@ -63,6 +63,7 @@ def make_model(
     num_functions: int | None = None,
     wrap: Callable[[Any], Any] | None = None,
     num_inducing: int = M,
+    covar_module: gpytorch.kernels.Kernel | None = None,
     **kwargs: Any,
 ) -> GP:
     shape = torch.Size(() if num_functions is None else (num_functions,))
@@ -78,7 +79,7 @@ def make_model(
             )
         return made if wrap is None else wrap(made)
 
-    return GP(make, kernel(batch=shape))
+    return GP(make, kernel(batch=shape) if covar_module is None else covar_module)
 
 
 def simple(likelihood: Any = GaussianLikelihood, target: str = "real", index: bool = False, **kwargs: Any) -> Step:
@@ -181,6 +182,9 @@ FEATURES: dict[str, Callable[[], Step]] = {
     "T-SVGP": simple,
     "T-SVGP, beta": lambda: simple(conditional="beta"),
     "T-SVGP, scalar": lambda: simple(conditional="scalar"),
+    "T-SVGP, sum of kernels": lambda: simple(covar_module=kernel() + LinearKernel()),
+    "T-SVGP, periodic kernel": lambda: simple(covar_module=ScaleKernel(PeriodicKernel())),
+    "T-SVGP, product of kernels": lambda: simple(covar_module=ScaleKernel(RQKernel() * RBFKernel(active_dims=[0, 2]))),
     "PerPoint": lambda: simple(conditional=tighter_gp.PerPoint(N), index=True),
     "Blocks": blocks,
     "SOLVE-GP": lambda: simple(strategy="solve"),

@@ -20,6 +20,9 @@ WAITS: dict[str, tuple[int, int]] = {
     "T-SVGP": (2, 1),
     "T-SVGP, beta": (2, 1),
     "T-SVGP, scalar": (2, 1),
+    "T-SVGP, sum of kernels": (2, 1),
+    "T-SVGP, periodic kernel": (4, 3),
+    "T-SVGP, product of kernels": (2, 1),
     "PerPoint": (6, 1),
     "Blocks": (12, 10),
     "SOLVE-GP": (2, 1),
@@ -42,6 +45,9 @@ WAITS: dict[str, tuple[int, int]] = {
     "collapsed kernel": (4, 3),
     "CollapsedGP": (3, 3),
 }
+
+# Where float32 asks more often.
+WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
 
 # Of a plain model in fit, the loss included, with debug on.
 PER_STEP_OF_FIT = 3
