@@ -269,3 +269,101 @@ def test_tables_with_sparse_gradients_run_eagerly():
     with pytest.warns(RuntimeWarning, match="not compiled"):
         step(torch.randn(4, 3), torch.randn(4), index=torch.tensor([1, 0, 5, 8]))
     assert model.variational_strategy.conditional.raw_m.grad.is_sparse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's modules are theirs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_likelihood_that_is_also_part_of_the_model_is_trained():
+    mll, x, y = make()
+    mll.model.likelihood = mll.likelihood
+    twin = copy.deepcopy(mll)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (mll, twin)]
+    step = tighter_gp.CompiledStep(mll, optimizers[0], **EAGER)
+    for _ in range(3):
+        step(x, y)
+        optimizers[1].zero_grad()
+        (-twin(twin.model(x), y)).backward()
+        optimizers[1].step()
+    assert step.is_compiled
+    assert isinstance(mll.likelihood.raw_noise, torch.nn.Parameter)
+    for (name, parameter), other in zip(mll.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-8, atol=1e-8, msg=name)
+
+
+def test_a_parameter_that_is_frozen_later_stays_where_it_is():
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, torch.optim.Adam(mll.parameters(), lr=0.1), **EAGER)
+    step(x, y)
+    frozen = mll.likelihood.raw_noise.requires_grad_(False)
+    before = frozen.detach().clone()
+    for _ in range(2):
+        step(x, y)
+    assert frozen.grad is None
+    torch.testing.assert_close(frozen, before, rtol=0, atol=0)
+
+
+class Extractor(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self._shift = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.ones(3)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)) + self._shift
+
+
+class Deep(gpytorch.models.ApproximateGP):
+    def __init__(self):
+        points = torch.randn(5, 3)
+        q = gpytorch.variational.CholeskyVariationalDistribution(5)
+        super().__init__(tighter_gp.TighterVariationalStrategy(self, points, q))
+        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), gpytorch.kernels.RBFKernel()
+        self.extractor = Extractor()
+
+    def forward(self, x):
+        x = self.extractor(x)
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def with_extractor():
+    torch.manual_seed(0)
+    model, x, y = Deep(), torch.randn(7, 3), torch.randn(7)
+    model.eval()(x)  # initialises q(u)
+    return tighter_gp.TighterELBO(gpytorch.likelihoods.GaussianLikelihood(), model.train(), num_data=100), x, y
+
+
+def test_modes_are_kept_and_statistics_are_not_updated_by_a_capture():
+    mll, x, y = with_extractor()
+    norm = mll.model.extractor.norm.eval()
+    before = norm.running_mean.clone()
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    loss = step(x, y)
+    assert not norm.training
+    assert torch.equal(norm.running_mean, before)
+    torch.testing.assert_close(loss, -mll(mll.model(x), y).detach(), rtol=1e-10, atol=0)
+
+
+def test_a_step_that_updates_statistics_runs_eagerly_and_updates_them_once():
+    mll, x, y = with_extractor()
+    twin = copy.deepcopy(mll.model.extractor)
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    with pytest.warns(RuntimeWarning, match="not compiled: a step changes the buffers"):
+        step(x, y)
+    twin(torch.cat([mll.model.variational_strategy.inducing_points.detach(), x]))
+    torch.testing.assert_close(mll.model.extractor.norm.running_mean, twin.norm.running_mean, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["assign", "replace"])
+def test_a_replaced_parameter_is_the_one_that_is_used(how):
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    step(x, y)
+    if how == "assign":
+        state = {name: value + 0.3 if value.is_floating_point() else value for name, value in mll.state_dict().items()}
+        mll.load_state_dict(state, assign=True)
+    else:
+        mll.model.mean_module.raw_constant = torch.nn.Parameter(torch.tensor(2.0))
+    torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=0)
+    assert all(parameter.grad is not None for parameter in mll.parameters())

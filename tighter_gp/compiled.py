@@ -7,6 +7,7 @@ compiled. It holds no value read back to the host: what the eager step would loo
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .checks import NUMERICAL_ERRORS, deferred_checks, first_line
 from .maths.linalg import full_precision
+from .settings import float32_factor
 
 Graph = Callable[..., tuple[Tensor, ...]]
 
@@ -48,14 +50,15 @@ class CompiledStep:
     draws other numbers. A batch of another shape is compiled again, once for each shape, so keep the batch size fixed and
     let the last batch of an epoch be smaller. A step whose factorisation fails, or whose loss is not finite, returns NaN
     and leaves the parameters as they were; ``step.failed`` counts such steps on the device, and nothing is read back to
-    the host if the optimizer is ``torch.optim.Adam(fused=True)`` (other optimizers cost one reading a step).
+    the host if the optimizer is ``torch.optim.Adam(fused=True)`` (other optimizers cost one reading per step).
 
     What an eager step can do without looking at values can be captured: the kernels of
-    ``tighter_gp.kernels.lowering``, Gaussian noise, :class:`~tighter_gp.likelihoods.BernoulliLogitLikelihood`,
+    ``tighter_gp.prior.kernels``, Gaussian noise, :class:`~tighter_gp.likelihoods.BernoulliLogitLikelihood`,
     :class:`~tighter_gp.likelihoods.PoissonLikelihood` and softmax, all strategies and GPyTorch's wrappers around them.
     For anything else a warning says what stood in the way, and steps are eager. One thing is lost: where float32 rounding
     of large prior variances exceeds the jitter, an eager step changes to the precision of the factor, a compiled one
-    cannot. Scale the targets, or train in float64. After a change of the model's parts, of a kernel or a prior, make a new one.
+    cannot. Scale the targets, or train in float64. A changed part of the model, a frozen or a replaced parameter
+    makes another graph.
 
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.
@@ -77,16 +80,7 @@ class CompiledStep:
         self.mll, self.optimizer = mll, optimizer
         self.options = {"fullgraph": True, "dynamic": False, **options}
         self._loss = _Loss(mll)
-        self._parameters = dict(self._loss.named_parameters())
-        self._buffers = {name: buffer for name, buffer in self._loss.named_buffers() if buffer.is_floating_point()}
-        # Constants of a graph: tensors that are no state, such as fixed noise, and jitters.
-        self._constants = [
-            (module, name.removeprefix("_"))
-            for module in self._loss.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor) or name == "_jitter_val"
-        ]
-        self._device = next(iter(self._parameters.values())).device
+        self._device = next(self._loss.parameters()).device
         self._graphs: dict[tuple, Graph | None] = {}
         self._is_fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
         self.failed = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -98,34 +92,42 @@ class CompiledStep:
         :param kwargs: Passed to the objective, such as ``noise=``; ``index=`` goes to the model.
         """
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        values = self._values()
         # What the graph is made of besides the values of tensors.
         key = (
-            *((value.shape, value.dtype) for value in (x, target, *tensors.values())),
+            *((value.shape, value.dtype, value.device) for value in (x, target, *tensors.values())),
             *((name, value) for name, value in kwargs.items() if name not in tensors),
-            *(parameter.requires_grad for parameter in self._parameters.values()),
-            *(_constant(getattr(module, name)) for module, name in self._constants),
-            getattr(self.mll, "num_data", None),
-            getattr(self.mll, "beta", None),
+            *((name, value.shape, value.dtype, value.requires_grad) for name, value in values.items()),
+            *self._constants(),
             settings._linalg_dtype_cholesky.value(),
             settings.num_likelihood_samples.value(),
+            float32_factor.on(),
         )
         if key not in self._graphs:
             with suppress(*NUMERICAL_ERRORS):  # the step fails for its values, and eagerly; the next may be captured
-                self._graphs[key] = self._capture(x, target, tensors, kwargs)
+                self._graphs[key] = self._capture(values, x, target, tensors, kwargs)
         graph = self._graphs.get(key)
         self.is_compiled = graph is not None
-        loss, failed = self._eager(x, target, kwargs) if graph is None else self._run(graph, x, target, tensors)
+        if graph is None:
+            loss, failed = self._eager(x, target, kwargs)
+        else:
+            loss, failed = self._run(graph, values, x, target, tensors)
         self.failed += failed
         if self.optimizer is not None:
             self._update(failed)
         return loss
 
-    def _run(self, graph: Graph, x: Tensor, target: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, graph: Graph, values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), full_precision(self._device.type):
-            loss, failed, *gradients = graph(self._values(), x, target, tensors)
-        for parameter, gradient in zip(self._trained().values(), gradients, strict=True):
-            parameter.grad = gradient
-        return loss, failed
+            loss, failed, *gradients = graph(_shaped(values), x, target, tensors)
+        found = iter(gradients)
+        for parameter in values.values():
+            if isinstance(parameter, torch.nn.Parameter):
+                # Cloned: CUDA graphs write the next step's gradients to the same place. One that is frozen has none.
+                parameter.grad = next(found).clone() if parameter.requires_grad else None
+        return loss.clone(), failed.clone()
 
     def _eager(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         self.mll.zero_grad(set_to_none=True)
@@ -134,26 +136,41 @@ class CompiledStep:
             loss.sum().backward()
         except NUMERICAL_ERRORS:
             loss = torch.full((), torch.nan, device=self._device)
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._loss.parameters() if parameter.grad is not None]
         failed = ~_all_finite(loss.detach(), *(g.coalesce().values() if g.is_sparse else g for g in gradients))
         return torch.where(failed, torch.nan, loss.detach()), failed
 
     def _values(self) -> dict[str, Tensor]:
-        """Parameters and buffers. Those without a dimension get one: torch would read their values for its guards."""
-        return {
-            name: value.detach() if value.dim() else value.detach().reshape(1)
-            for name, value in (*self._parameters.items(), *self._buffers.items())
-        }
+        """The parameters and buffers of the moment: any of them may have been replaced."""
+        buffers = ((name, buffer) for name, buffer in self._loss.named_buffers() if buffer.is_floating_point())
+        return {**dict(self._loss.named_parameters()), **dict(buffers)}
 
-    def _trained(self) -> dict[str, Tensor]:
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+    def _constants(self) -> Iterator[Any]:
+        """What else a graph depends on: the parts, their modes, tensors that are no state such as fixed noise, and numbers."""
+        for module in self._loss.modules():
+            yield id(module), module.training
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield id(value), value._version
+                elif isinstance(value, (bool, int, float, str)):
+                    yield name, value
 
-    def _capture(self, x: Tensor, target: Tensor, tensors: dict[str, Tensor], kwargs: dict[str, Any]) -> Graph | None:
-        """The compiled graph of a step on batches of this shape, or None and a warning."""
-        self.mll.train()
-        trained, device = list(self._trained()), self._device.type
+    def _capture(
+        self,
+        values: dict[str, Tensor],
+        x: Tensor,
+        target: Tensor,
+        tensors: dict[str, Tensor],
+        kwargs: dict[str, Any],
+    ) -> Graph | None:
+        """The compiled graph of a step on batches of this shape, or None and a warning.
 
-        shapes = {name: value.shape for name, value in (*self._parameters.items(), *self._buffers.items())}
+        The step is traced on a private copy, so that the user's modules are not touched.
+        """
+        self._first_call(x, target, kwargs)
+        private, device = copy.deepcopy(self._loss), self._device.type
+        trained = [name for name, value in values.items() if value.requires_grad]
+        shapes = {name: value.shape for name, value in values.items()}
 
         def step(
             values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]
@@ -163,24 +180,38 @@ class CompiledStep:
             for name in trained:
                 values[name].requires_grad_()
             with torch.enable_grad(), deferred_checks() as passed:
-                loss = functional_call(self._loss, values, (x, target, {**kwargs, **tensors}))
+                loss = functional_call(private, values, (x, target, {**kwargs, **tensors}))
                 leaves = [values[name] for name in trained]
                 gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
             failed = ~torch.stack([*passed, _all_finite(loss, *gradients)]).all()
             return torch.where(failed, torch.nan, loss).detach(), failed, *gradients
 
-        arguments = (self._values(), x, target, tensors)
+        arguments = (_shaped(values), x, target, tensors)
+        before = {name: buffer.clone() for name, buffer in private.named_buffers()}
         with torch.no_grad():
-            self._loss(x, target, kwargs)  # GPyTorch's first-call work, and its checks of what came
+            private(x, target, kwargs)  # strategies read their flags once
+        changed = [name for name, buffer in private.named_buffers() if not torch.equal(before[name], buffer)]
         try:
-            with warnings.catch_warnings(), torch.no_grad(), full_precision(device), _unvalidated_priors(self.mll):
+            with warnings.catch_warnings(), torch.no_grad(), full_precision(device), _unvalidated_priors(private.mll):
                 warnings.simplefilter("ignore")  # what torch says to itself
+                if changed:
+                    raise NotImplementedError(f"a step changes the buffers {', '.join(changed)}")
                 graph = torch.compile(make_fx(step)(*arguments), **self.options)
                 graph(*arguments)
         except Exception as error:
             warnings.warn(f"The step is not compiled: {_reason(error)}", RuntimeWarning, stacklevel=3)
             return None
         return graph
+
+    def _first_call(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
+        """Checks of what came, and what GPyTorch does when a model is called for the first time; buffers stay as they are."""
+        flags = "variational_params_initialized", "updated_strategy"
+        buffers = [b for name, b in self._loss.named_buffers() if not name.endswith(flags)]
+        before = [buffer.clone() for buffer in buffers]
+        with torch.no_grad():
+            self._loss(x, target, kwargs)
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
 
     def _update(self, failed: Tensor) -> None:
         assert self.optimizer is not None
@@ -197,9 +228,9 @@ def _all_finite(*tensors: Tensor) -> Tensor:
     return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
 
-def _constant(value: Any) -> Any:
-    """What tells a constant from another: the tensor itself, and how often it was written to."""
-    return (id(value), value._version) if isinstance(value, Tensor) else value
+def _shaped(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without a graph. Those without a dimension get one: torch would read their values for its guards."""
+    return {name: value.detach() if value.dim() else value.detach().reshape(1) for name, value in values.items()}
 
 
 @contextmanager

@@ -107,8 +107,8 @@ def record(strategy: Any, projection: Tensor, mean: Tensor, explained: Tensor, p
     Example:
         >>> with tighter_gp.recording.recorded_projections() as records:
         ...     tighter_gp.recording.record(None, torch.eye(2), torch.zeros(2), torch.ones(2))
-        >>> records[0].explained
-        tensor([1., 1.])
+        >>> records[0].projection.shape
+        torch.Size([2, 2])
     """
     recording = _recording.get()
     if recording is not None:

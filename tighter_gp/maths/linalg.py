@@ -16,11 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cholesky", "project", "residual_variance", "reversed_cholesky", "solve_lower", "solve_lower_transposed"]
+__all__ = [
+    "cholesky",
+    "project",
+    "residual_variance",
+    "solve_lower",
+    "solve_lower_transposed",
+    "triangular_inverse",
+]
 
 # Relative to the mean of the diagonal; each further try multiplies it by ten.
 _FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
 _MAX_TRIES = 7
+
+# Below this size a triangular matrix is inverted at once.
+_SMALL = 64
 
 
 def cholesky(
@@ -155,17 +165,24 @@ def _describe(matrix: Tensor) -> str:
     return f"{'x'.join(str(n) for n in matrix.shape)}, {str(matrix.dtype).removeprefix('torch.')}"
 
 
-def reversed_cholesky(matrix: Tensor) -> Tensor:
-    r"""Upper triangular :math:`U` with :math:`U U^\top = P`: the factor of the matrix with rows and columns reversed.
-
-    :math:`U^{-\top}` is the lower root of :math:`P^{-1}`.
+def triangular_inverse(lower: Tensor) -> Tensor:
+    r"""Inverse of a lower triangular matrix, by halves: less work than solving for the identity.
 
     Example:
-        >>> tighter_gp.linalg.reversed_cholesky(torch.tensor([[10.0, 2.0], [2.0, 4.0]]))
-        tensor([[3., 1.],
-                [0., 2.]])
+        >>> tighter_gp.linalg.triangular_inverse(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+        tensor([[ 0.5000,  0.0000],
+                [-0.5000,  1.0000]])
     """
-    return cholesky(matrix.flip(-1, -2), name="precision of q(u)").flip(-1, -2)
+    size = lower.size(-1)
+    half = size // 2
+    if size <= _SMALL or size % 2:
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    first, second = triangular_inverse(torch.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    inverse = torch.zeros_like(lower)
+    inverse[..., :half, :half], inverse[..., half:, half:] = first, second
+    inverse[..., half:, :half] = -(second @ (lower[..., half:, :half] @ first))
+    return inverse
 
 
 def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from gpytorch.variational import (
 from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from ..maths.linalg import cholesky, reversed_cholesky, solve_lower
+from ..maths.linalg import cholesky, solve_lower
 from ..maths.moments import Whitened
+from ..maths.natural import reversed_factor
 
 
 def to_whitened(q: Distribution) -> Whitened:
@@ -84,7 +85,7 @@ def set_distribution(distribution: _VariationalDistribution, mean: Tensor, preci
             distribution.natural_mat.copy_(-0.5 * precision)
         else:
             # A lower matrix C with C'C = P.
-            distribution.natural_tril_mat.copy_(reversed_cholesky(precision).mT)
+            distribution.natural_tril_mat.copy_(reversed_factor(precision)[0])
         return
     factor = cholesky(precision, name="precision of q(u)")
     covar = DenseLinearOperator(torch.cholesky_inverse(factor))

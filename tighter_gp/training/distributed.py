@@ -205,6 +205,17 @@ def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
 
 
 @torch.no_grad()
+def sum_tensors(tensors: Sequence[Tensor]) -> None:
+    """Sum tensors over the processes, in place; one message per dtype."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.all_reduce(flat)
+        for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+
+
+@torch.no_grad()
 def share_state(modules: Iterable[torch.nn.Module]) -> None:
     """Give every process the first one's parameters and buffers."""
     if not is_active():

@@ -17,9 +17,11 @@ from ..mlls import TighterELBO
 from . import distributed
 from .guard import Guard
 from .history import History, Step
-from .optimizers import Optimizers, make_schedule, natural_parameters, refuse_natural
+from .natural_steps import NaturalStep, refusal
+from .optimizers import Optimizers, make_schedule, refuse_adam, refuse_natural
 from .problem import Problem
 from .progress import Progress
+from .recipe import Recipe
 from .run import Plan, train
 from .sources import is_collapsed, make_objective, make_source, reference
 from .steps import AdamStep, LBFGSStep
@@ -28,6 +30,9 @@ from .structure import describe, describe_schedule
 from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+# Learning rate of Adam where it trains q(u) too.
+_ADAM_LR = 0.01
 
 
 def fit(
@@ -40,10 +45,10 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | None = 1024,
-    lr: float = 0.01,
-    schedule: str | Callable[[float], float] | None = "cosine",
+    lr: float | None = None,
+    schedule: str | Callable[[float], float] | None = "recipe",
     optimizer: str | None = None,
-    natural_gradients: bool | float = False,
+    natural_gradients: bool | float | None = None,
     validation: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Any]] | None = None,
     validate_every: int | None = None,
     patience: int | None = None,
@@ -98,14 +103,16 @@ def fit(
     :param epochs: Passes over the data; default 100.
     :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
     :param batch_size: Points per step, over all processes; None for all.
-    :param lr: Learning rate of Adam at the start.
-    :param schedule: How it falls: ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero,
-        ``"constant"``, or a function of the fraction of the run done that returns a factor.
+    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, else 0.01 for all.
+    :param schedule: How it falls: ``"recipe"`` (with natural gradients constant, then linear to zero over the last half;
+        else as a cosine), ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero, ``"constant"``, or
+        a function of the fraction of the run done that returns a factor.
     :param optimizer: ``"adam"`` or ``"lbfgs"``, which takes all data at once; default by model. Parameters with sparse
         gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`. L-BFGS takes no
         q(u) in natural form.
-    :param natural_gradients: Natural gradients for q(u), which must be in natural form: True (step size 0.1) or the step
-        size. Adam trains the rest.
+    :param natural_gradients: Natural gradients for q(u) in closed form, with Adam for the rest: default wherever q(u) is
+        Gaussian, in any form, and the objective an evidence lower bound. A number is the size of their step, in place
+        of the recipe's, see :class:`~tighter_gp.training.recipe.Recipe`. False: Adam for all.
     :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density goes to
         the history, and if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
         :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
@@ -153,7 +160,7 @@ def fit(
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}.")
-    if not 0 < lr < math.inf:
+    if lr is not None and not 0 < lr < math.inf:
         raise ValueError(f"lr must be positive and finite; got {lr}.")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs a checkpoint= to continue from.")
@@ -188,7 +195,8 @@ def fit(
             default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
             steps = (default if epochs is None else epochs) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
-        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile)
+        batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
+        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile, batch)
         plan = Plan(
             total=steps,
             validation=None if validation is None else held_out_data(likelihood, validation, like),
@@ -216,21 +224,38 @@ def fit(
 def _make_step(
     problem: Problem,
     optimizer: str,
-    lr: float,
+    lr: float | None,
     schedule: str | Callable[[float], float] | None,
-    natural_gradients: bool | float,
+    natural_gradients: bool | float | None,
     compile: bool,
+    batch_size: int,
 ) -> tuple[KindOfStep, dict[str, Any]]:
     """One way to train, and the settings that tell it from another."""
     if optimizer == "lbfgs":
         return LBFGSStep(problem), {}
-    natural = natural_parameters(problem.model, natural_gradients)
+    reason = refusal(problem.model, problem.likelihood, problem.objective)
+    if natural_gradients and (reason or compile):
+        raise ValueError(
+            f"natural_gradients cannot be used here: {reason or 'compiled steps have none'}. Leave them out, or "
+            f"{'the compilation' if compile and not reason else 'pass natural_gradients=False'}."
+        )
+    settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
+    if natural_gradients is not False and not reason and not compile:
+        recipe = Recipe.for_likelihood(problem.likelihood)
+        recipe = recipe if lr is None else recipe._replace(lr=lr)
+        if natural_gradients not in (None, True):
+            size = float(natural_gradients)
+            recipe = recipe._replace(natural=size, natural_full=size)
+        factor = None if schedule == "recipe" else make_schedule(schedule)
+        return NaturalStep(problem, recipe, factor, batch_size), settings
+    refuse_adam(problem.model)
+    rates = {"all": _ADAM_LR if lr is None else lr}
 
     def make_optimizers(sparse: set[str]) -> Optimizers:
-        return Optimizers(problem.parameters, sparse, natural, lr, natural_gradients, problem.num_data)
+        return Optimizers(problem.parameters, sparse, dict.fromkeys(problem.parameters, "all"), rates)
 
-    settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
-    return AdamStep(problem, make_schedule(schedule), make_optimizers, compile), settings
+    factor = make_schedule("cosine" if schedule == "recipe" else schedule)
+    return AdamStep(problem, factor, make_optimizers, compile), settings
 
 
 def _hyperparameters(problem: Problem, error: Exception) -> str:

@@ -73,15 +73,15 @@ class Guard:
         """The state before the first step."""
         return GuardState(self.inner.init())
 
-    def step(self, state: GuardState, batch: Batch, number: int, fraction: float) -> tuple[GuardState, GuardInfo]:
+    def step(self, state: GuardState, batch: Batch, number: int, total: int) -> tuple[GuardState, GuardInfo]:
         """Take a step, or return to where the last was taken from.
 
         :param number: How many steps were done before.
-        :param fraction: Which fraction of the run that is.
+        :param total: How many there are.
         :raises RuntimeError: After too many failures in a row.
         """
         kept: list[tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]] = []
-        call = Call(fraction, state.damping, lambda: kept.append(self._keep(state.before)))
+        call = Call(number, total, state.damping, lambda changed: kept.append(self._keep(state.before, changed)))
         inner, info = self.inner.step(state.inner, batch, call)
         state = replace(state, inner=inner)
         if info.error is None:
@@ -129,15 +129,17 @@ class Guard:
             "succeeded. A smaller lr, scaled data or float64 may help."
         ) from state.error
 
-    def _keep(self, into: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """The parameters as they are; of tables with sparse gradients the rows that the step will touch."""
+    def _keep(
+        self, into: dict[str, Tensor], changed: Mapping[int, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """The parameters before the step; of tables with sparse gradients the rows that it will touch."""
         rows, whole = {}, {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 touched = parameter.grad.indices()
                 rows[name] = touched, parameter.data[tuple(touched)]
             else:
-                whole[name] = parameter.data
+                whole[name] = changed.get(id(parameter), parameter.data)
         # The memory of the last copy is used again.
         before = into if into.keys() == whole.keys() else {name: torch.empty_like(v) for name, v in whole.items()}
         torch._foreach_copy_(list(before.values()), list(whole.values()))

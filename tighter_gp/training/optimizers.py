@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from gpytorch.optim import NGD
 from gpytorch.variational import _NaturalVariationalDistribution
 from torch import Tensor
 
@@ -18,8 +17,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "exponential": lambda done: 0.01**done,
     "linear": lambda done: 1.0 - done,
 }
-
-_NATURAL_STEP = 0.1
 
 # Largest entry of a gradient for Adam, as a fraction of the largest whose square is finite.
 _LARGEST_ENTRY = 1e-4
@@ -41,7 +38,7 @@ def _in_natural_form(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, _NaturalVariationalDistribution)]
 
 
-def refuse_natural(model: torch.nn.Module, natural_gradients: bool | float) -> None:
+def refuse_natural(model: torch.nn.Module, natural_gradients: bool | float | None) -> None:
     """Raise where L-BFGS is asked for natural gradients, or would take them for ordinary ones."""
     if natural_gradients:
         raise ValueError("natural_gradients go with Adam: pass optimizer='adam', or leave them out for 'lbfgs'.")
@@ -52,20 +49,13 @@ def refuse_natural(model: torch.nn.Module, natural_gradients: bool | float) -> N
         )
 
 
-def natural_parameters(model: torch.nn.Module, natural_gradients: bool | float) -> set[int]:
-    """The ids of the parameters that take natural gradients, or a clear error if the form of q(u) does not fit."""
-    found = _in_natural_form(model)
-    if natural_gradients and not found:
+def refuse_adam(model: torch.nn.Module) -> None:
+    """Raise where Adam would take natural gradients for ordinary ones."""
+    for found in _in_natural_form(model):
         raise ValueError(
-            "natural_gradients needs q(u) in natural form: build the strategy with NaturalVariationalDistribution or "
-            "TrilNaturalVariationalDistribution."
+            f"q(u) is a {type(found).__name__}, whose gradients are natural ones and mean nothing to Adam: leave "
+            "natural_gradients at its default, or build the strategy with CholeskyVariationalDistribution."
         )
-    if found and not natural_gradients:
-        raise ValueError(
-            f"q(u) is a {type(found[0]).__name__}, whose gradients are natural ones and mean nothing to Adam: pass "
-            "natural_gradients=True, or a step size."
-        )
-    return {id(parameter) for module in found for parameter in module.parameters()}
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool | None:
@@ -74,46 +64,41 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool | None:
 
 
 class Optimizers:
-    """Natural gradients for q(u) if asked for, SparseAdam for tables with sparse gradients, Adam for the rest.
+    """SparseAdam for tables with sparse gradients, Adam for the rest, with a learning rate per kind of parameter.
 
-    :param parameters: All parameters to train, by name.
+    :param parameters: The parameters to train, by name.
     :param sparse: Names of those whose gradients are sparse.
-    :param natural: Ids of those that take natural gradients.
-    :param lr: Learning rate of Adam.
-    :param natural_gradients: Step size of the natural gradients; True for 0.1.
-    :param num_data: Number of training points.
+    :param kinds: Kind of each parameter, by name.
+    :param rates: First learning rate of each kind.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        sparse: set[str],
-        natural: set[int],
-        lr: float,
-        natural_gradients: bool | float,
-        num_data: int,
+        self, parameters: Mapping[str, Tensor], sparse: set[str], kinds: Mapping[str, str], rates: Mapping[str, float]
     ) -> None:
-        self.lr, self.sparse = lr, sparse
-        self.scalable = {name: p for name, p in parameters.items() if id(p) not in natural}
-        tables = [p for name, p in parameters.items() if name in sparse]
-        in_q = [p for name, p in parameters.items() if id(p) in natural and name not in sparse]
-        rest = [p for name, p in parameters.items() if id(p) not in natural and name not in sparse]
+        self.parameters, self.sparse, self.rates = parameters, sparse, rates
         self.adams: list[torch.optim.Optimizer] = []
-        if rest:
-            self.adams.append(torch.optim.Adam(rest, lr=lr, fused=can_fuse(rest)))
-        if tables:
-            self.adams.append(torch.optim.SparseAdam(tables, lr=lr))
-        self.all = list(self.adams)
-        self.natural_step = _NATURAL_STEP if natural_gradients is True else float(natural_gradients)
-        if in_q:
-            self.all.append(NGD(in_q, num_data=num_data, lr=self.natural_step))
+        for names, kind in ((parameters.keys() - sparse, torch.optim.Adam), (sparse, torch.optim.SparseAdam)):
+            ordered = [name for name in parameters if name in names]
+            groups: list[dict[str, Any]] = [
+                {"params": [parameters[n] for n in ordered if kinds[n] == which], "lr": rates[which], "kind": which}
+                for which in rates
+            ]
+            groups = [group for group in groups if group["params"]]
+            if groups:
+                options: dict[str, Any] = {}
+                if kind is torch.optim.Adam:
+                    options["fused"] = can_fuse(parameters[n] for n in ordered)
+                self.adams.append(kind(groups, **options))
 
-    def step(self, factor: float, damping: float = 1.0) -> None:
-        """One step of each, with Adam's learning rates at ``factor`` times their start, and all times ``damping``."""
-        for optimizer in self.all:
+    def step(self, factor: Callable[[str], float], damping: float = 1.0) -> None:
+        """One step of each.
+
+        :param factor: Factor on the first learning rate of a kind of parameter.
+        :param damping: Factor on all.
+        """
+        for optimizer in self.adams:
             for group in optimizer.param_groups:
-                group["lr"] = damping * (self.lr * factor if optimizer in self.adams else self.natural_step)
-        for optimizer in self.all:
+                group["lr"] = damping * self.rates[group["kind"]] * factor(group["kind"])
             optimizer.step()
 
     def scale_down(self, largest: Mapping[str, float]) -> None:
@@ -121,7 +106,7 @@ class Optimizers:
 
         :param largest: Largest entry of each gradient, by name.
         """
-        for name, parameter in self.scalable.items():
+        for name, parameter in self.parameters.items():
             bound = _LARGEST_ENTRY * math.sqrt(torch.finfo(parameter.dtype).max)
             if largest.get(name, 0.0) > bound:
                 assert parameter.grad is not None
@@ -129,9 +114,9 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """State of all, and which parameters are sparse."""
-        return {"sparse": sorted(self.sparse), "states": [optimizer.state_dict() for optimizer in self.all]}
+        return {"sparse": sorted(self.sparse), "states": [optimizer.state_dict() for optimizer in self.adams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of optimizers that were built for the same parameters."""
-        for optimizer, saved in zip(self.all, state["states"], strict=True):
+        for optimizer, saved in zip(self.adams, state["states"], strict=True):
             optimizer.load_state_dict(saved)

@@ -142,7 +142,7 @@ def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Ba
     number = history.steps
     problem.seed_step(number)
     started = time.perf_counter()
-    state.guard, info = guard.step(state.guard, batch, number, number / plan.total)
+    state.guard, info = guard.step(state.guard, batch, number, plan.total)
     history.seconds += time.perf_counter() - started
     if info.skipped:
         history.skipped.append((number, info.skipped))

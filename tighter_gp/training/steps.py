@@ -31,14 +31,22 @@ _QUIET_ITERATIONS, _QUIET = 3, 1e-9
 class Call(NamedTuple):
     """What a step is told besides its state and its batch.
 
-    :param fraction: Fraction of the run that is done.
+    :param number: Steps that were done before.
+    :param total: Steps of the run.
     :param damping: Factor on the size of the update.
-    :param keep: To be called right before parameters change, with gradients in place, if the update can be undone.
+    :param keep: To be called once per step, with gradients in place, right before parameters change, if the update can be
+        undone. It takes the earlier values of those that changed before, by the ids of the parameters.
     """
 
-    fraction: float
+    number: int
+    total: int
     damping: float
-    keep: Callable[[], None]
+    keep: Callable[[Mapping[int, Tensor]], None]
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the run that is done."""
+        return self.number / self.total
 
 
 class Info(NamedTuple):
@@ -159,7 +167,7 @@ def _read(loss: Tensor, parameters: Mapping[str, Tensor]) -> tuple[float, dict[s
 
 
 class AdamStep:
-    """A step of Adam, SparseAdam and, for q(u) in natural form, GPyTorch's natural gradients.
+    """A step of Adam, and of SparseAdam for tables.
 
     :param problem: What is trained.
     :param schedule: Factor on the learning rate as a function of the fraction of the run that is done.
@@ -191,9 +199,10 @@ class AdamStep:
             return state, Info(math.nan, error)
         if state is None:
             state = self.make_optimizers({n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse})
-        call.keep()
+        call.keep({})
         state.scale_down(largest)
-        state.step(self.schedule(call.fraction), call.damping)
+        factor = self.schedule(call.fraction)
+        state.step(lambda kind: factor, call.damping)
         return state, Info(loss)
 
     def state_dict(self, state: Optimizers | None) -> dict[str, Any]:
