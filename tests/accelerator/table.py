@@ -12,6 +12,7 @@ import tighter_gp
 from tests.accelerator.device import Wait, load, waits
 from tests.accelerator.features import FEATURES, Step
 from tests.accelerator.launches import STEPS, launches_of
+from tests.accelerator.runs import OPTIONS, problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 
@@ -49,8 +50,8 @@ WAITS: dict[str, tuple[int, int]] = {
 # Where float32 asks more often.
 WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
 
-# Of a plain model in fit, the loss included, with debug on.
-PER_STEP_OF_FIT = 3
+# Of a plain model in fit, the loss included, with debug on; by natural_gradients=.
+WAITS_OF_FIT = {True: 8, False: 3}
 
 
 def step_of(feature: str, device: str) -> Step:
@@ -87,11 +88,25 @@ def waits_of_compiled(feature: str, device: str = "dev:1") -> list[Wait]:
     return found
 
 
+def waits_of_fit(natural: bool) -> list[Wait]:
+    """The same for a step within an epoch of fit."""
+    model, likelihood, x, y = problem("dev:1")
+    marks: list[int] = []
+    with waits() as found:
+        mark = lambda step: marks.append(len(found))
+        tighter_gp.fit(model, likelihood, x, y, natural_gradients=natural, callbacks=[mark], **OPTIONS)
+    return found[marks[2] : marks[3]]
+
+
 def synchronisations() -> str:
     """One row per feature; places with debug on, by file and function."""
     lines = ["| feature | per step | without debug | where (operator, times) |", "|---|---|---|---|"]
-    for feature in FEATURES:
-        checked, unchecked = waits_of(feature, debug=True), waits_of(feature, debug=False)
+    rows = {name: (waits_of(name, debug=True), waits_of(name, debug=False)) for name in FEATURES}
+    for natural, kind in {True: "natural gradients", False: "Adam alone"}.items():
+        with gpytorch.settings.debug(False):
+            unchecked = waits_of_fit(natural)
+        rows[f"T-SVGP in `fit`, {kind}"] = waits_of_fit(natural), unchecked
+    for feature, (checked, unchecked) in rows.items():
         counts = Counter(f"`{wait.place}` ({wait.what}" for wait in checked)
         where = ", ".join(name + (f", {count})" if count > 1 else ")") for name, count in counts.items())
         lines.append(f"| {feature} | {len(checked)} | {len(unchecked)} | {where} |")

@@ -17,7 +17,7 @@ from tests.accelerator import runs
 from tests.accelerator.device import DEVICES, waits
 from tests.accelerator.features import FEATURES, D, M, N
 from tests.accelerator.runs import OPTIONS, problem, state
-from tests.accelerator.table import PER_STEP_OF_FIT
+from tests.accelerator.table import WAITS_OF_FIT
 
 pytestmark = pytest.mark.accelerator
 
@@ -102,13 +102,16 @@ def test_resume_gives_the_run_that_was_not_interrupted(device, tmp_path):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-def test_resume_waits_no_oftener_than_a_run_without(tmp_path):
+@pytest.mark.parametrize("natural", WAITS_OF_FIT)
+def test_resume_waits_no_oftener_than_a_run_without(natural, tmp_path):
     def per_step(**kwargs):
         seen = []
         model, likelihood, x, y = problem("dev:1")
         with waits() as found:
             mark = lambda step: seen.append(len(found))
-            tighter_gp.fit(model, likelihood, x, y, callbacks=[mark], **{**OPTIONS, **kwargs})
+            tighter_gp.fit(
+                model, likelihood, x, y, callbacks=[mark], natural_gradients=natural, **{**OPTIONS, **kwargs}
+            )
         return [b - a for a, b in itertools.pairwise(seen[1:])]
 
     path = tmp_path / "checkpoint"
@@ -119,9 +122,9 @@ def test_resume_waits_no_oftener_than_a_run_without(tmp_path):
     torch.save(saved, path)
     resumed = per_step(steps=8, checkpoint=path, resume=True)
     # An epoch begins with the upload of its order.
-    assert sorted(plain)[len(plain) // 2] == PER_STEP_OF_FIT, plain
-    assert max(plain) <= PER_STEP_OF_FIT + 1, plain
-    assert max(resumed) <= PER_STEP_OF_FIT + 1, resumed
+    assert sorted(plain)[len(plain) // 2] == WAITS_OF_FIT[natural], plain
+    assert max(plain) <= WAITS_OF_FIT[natural] + 1, plain
+    assert max(resumed) <= WAITS_OF_FIT[natural] + 1, resumed
 
 
 def test_a_validation_set_left_behind_is_named():
