@@ -129,6 +129,13 @@ def gplvm(**kwargs: Any) -> Step:
     return Step(elbo.train(), (torch.arange(B), y[:B]), lambda rows, y: -elbo(rows, y))
 
 
+def collapsed_gplvm() -> Step:
+    y = torch.randn(N, 4)
+    latents = tighter_gp.gplvm.VariationalLatents.from_pca(y, 2, sparse=False)
+    model = tighter_gp.gplvm.CollapsedBayesianGPLVM(latents, latents.mean[:M].detach(), y)
+    return Step(model.train(), (), lambda: -model())
+
+
 class Layer(DeepGPLayer):
     def __init__(self, num_inputs: int, num_outputs: int | None, conditional: str):
         shape = torch.Size(() if num_outputs is None else (num_outputs,))
@@ -199,6 +206,7 @@ FEATURES: dict[str, Callable[[], Step]] = {
     "LMC, Bernoulli": lambda: simple(BernoulliLogitLikelihood, "binary tasks", wrap=lmc, num_functions=2),
     "GPLVM": gplvm,
     "GPLVM, beta": lambda: gplvm(conditional="beta"),
+    "collapsed GPLVM": collapsed_gplvm,
     "deep GP": deep_gp,
     "mean-field q(u)": lambda: simple(distribution=V.MeanFieldVariationalDistribution),
     "delta q(u)": lambda: simple(distribution=V.DeltaVariationalDistribution),

@@ -38,6 +38,7 @@ WAITS: dict[str, tuple[int, int]] = {
     "LMC, Bernoulli": (10, 9),
     "GPLVM": (3, 1),
     "GPLVM, beta": (3, 1),
+    "collapsed GPLVM": (2, 2),
     "deep GP": (6, 5),
     "mean-field q(u)": (2, 1),
     "delta q(u)": (4, 3),
