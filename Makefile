@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest soak mutants notebooks docs peers clean
+.PHONY: demo test lint types pytest soak lower-cuda mutants notebooks docs peers clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
@@ -29,6 +29,10 @@ soak: $(STAMP)
 # Break the mathematics in eighty ways; a test must notice.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.tools.mutation
+
+# Compile captured training steps for a GPU that is not there; needs torch's CUDA wheel, and says so.
+lower-cuda: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.accelerator.lower_cuda
 
 # Run the tutorials from top to bottom and keep what they print and draw.
 notebooks: $(STAMP)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-
 import gpytorch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tighter_gp
+from tests.accelerator.device import synchronisations
 from tests.tools.factories import GP
 
 V = gpytorch.variational
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 class OnlyOn(TorchDispatchMode):
@@ -196,35 +194,28 @@ def test_steps_of_other_kinds_read_back_one_value(case):
 
 
 @pytest.mark.cuda
-@CUDA
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_on_cuda_waits_for_one_value_without_debug(case):
+def test_a_step_on_an_accelerator_waits_for_one_value_without_debug(case, accelerator):
     arguments, likelihood = CASES[case]
-    model, likelihood = build(**arguments).cuda().train(), likelihood().cuda()
-    x, y = torch.randn(7, 3).cuda(), torch.ones(*arguments.get("batch", ()), 7).cuda()
+    model, likelihood = build(**arguments).to(accelerator).train(), likelihood().to(accelerator)
+    x, y = torch.randn(7, 3).to(accelerator), torch.ones(*arguments.get("batch", ()), 7).to(accelerator)
     step(model, likelihood, x, y)
-    with gpytorch.settings.debug(False), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step(model, likelihood, x, y)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in caught if "synchroniz" in str(w.message)]) <= 1, [str(w.message) for w in caught]
+    with gpytorch.settings.debug(False), synchronisations(accelerator) as found:
+        step(model, likelihood, x, y)
+    assert len(found) <= 1, found
 
 
 @pytest.mark.cuda
-@CUDA
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_on_cuda_gives_the_numbers_of_the_cpu(case):
+def test_a_step_on_an_accelerator_gives_the_numbers_of_the_cpu(case, accelerator):
     arguments, likelihood = CASES[case]
     model, likelihood = build(**arguments), likelihood()
     x, y = torch.randn(7, 3), torch.ones(*arguments.get("batch", ()), 7)
     step(model, likelihood, x, y)
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model, likelihood = model.cuda(), likelihood.cuda()
+    model, likelihood = model.to(accelerator), likelihood.to(accelerator)
     model.zero_grad()
-    step(model, likelihood, x.cuda(), y.cuda())
+    step(model, likelihood, x.to(accelerator), y.to(accelerator))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-6, atol=1e-8)
 

@@ -109,11 +109,10 @@ def test_the_memory_of_kmeans_does_not_grow_with_the_number_of_centres():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
-def test_points_stay_on_the_device_of_x(method):
-    x = inputs().cuda()
-    points = inducing.allocate(x, 19, method, kernel=kernel().cuda())
+def test_points_stay_on_the_device_of_x(method, accelerator):
+    x = inputs().to(accelerator)
+    points = inducing.allocate(x, 19, method, kernel=kernel().to(accelerator))
     assert points.device == x.device
     assert inducing.median_lengthscale(x).device == x.device
 

@@ -280,12 +280,11 @@ def test_through_the_meta_device_and_back(kind, evaluated_first):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @EVERY_KIND
-def test_to_cuda_and_back(kind):
+def test_to_an_accelerator_and_back(kind, accelerator):
     module = kind()
     expected = predicted(module)
-    module.cuda().cpu()
+    module.to(accelerator).cpu()
     module.restore_data()
     assert_equal(predicted(module), expected)
 

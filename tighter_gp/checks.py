@@ -124,6 +124,16 @@ def check_inputs(x: Tensor, num_dims: int) -> None:
         raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
 
 
+def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: str) -> None:
+    """Raise if a tensor, or the first parameter of a module, is on another device than the model.
+
+    :param name: What it is, for the message: "The likelihood is", "Targets are".
+    """
+    tensor = value if isinstance(value, Tensor) else next(value.parameters(), None)
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{name} on {tensor.device}, the model is on {device}: move one of them, .to('{device}').")
+
+
 def raise_if_not_finite(x: Tensor) -> None:
     """Raise if there is a row that holds NaN or infinity."""
     if x.is_meta or bool(torch.isfinite(x).all()):

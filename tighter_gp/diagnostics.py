@@ -16,6 +16,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from .checks import check_device
 from .conditionals.blocks import partition
 from .full_data import evaluate_bound
 from .likelihoods.properties import gaussian_noise
@@ -214,6 +215,9 @@ def diagnose(
         )
     if not bool(torch.isfinite(y).all()):
         raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
+    device = next(model.parameters()).device
+    check_device(y, device, "Targets are")
+    check_device(likelihood, device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
     with temporary_mode(model, False), full_precision(x.device.type):
         posterior = posterior_of(model, torch.float64)

@@ -11,7 +11,7 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from .checks import check_inputs
+from .checks import check_device, check_inputs
 from .collapsed import CollapsedGP
 from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
@@ -125,10 +125,17 @@ def set_optimal_q(
     check_inputs(x, strategy.inducing_points.size(-1))
     if y.shape[-1:] != x.shape[-2:-1]:
         raise ValueError(f"Targets must have shape ... x {x.size(-2)}, one for each row of x; got {tuple(y.shape)}.")
+    _check_devices(strategy.inducing_points, x, y, likelihood)
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
     with temporary_mode(model, False), full_precision(x.device.type):
         sums = gathered(strategy.projector(), x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)
+
+
+def _check_devices(like: Tensor, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+    check_device(x, like.device, "Inputs are")
+    check_device(y, like.device, "Targets are")
+    check_device(likelihood, like.device, "The likelihood is")
 
 
 def _collapsed_bound(
@@ -137,6 +144,7 @@ def _collapsed_bound(
     """The bound of a collapsed model at any data, missing targets left out."""
     require_gaussian(likelihood, "A collapsed bound")
     x = x.unsqueeze(-1) if x.dim() == 1 else x
+    _check_devices(next(model.parameters()), x, y, likelihood)
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
     with temporary_mode(model, False), full_precision(x.device.type):
         if isinstance(model, CollapsedGP):

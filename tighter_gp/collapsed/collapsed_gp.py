@@ -13,7 +13,7 @@ from gpytorch.means import Mean, ZeroMean
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..checks import ModuleState, check_inputs, describe_hyperparameters, raise_if_not_finite
+from ..checks import ModuleState, check_device, check_inputs, describe_hyperparameters, raise_if_not_finite
 from ..likelihoods.properties import gaussian_noise, is_gaussian
 from ..maths.bounds import PENALTIES, check_bound
 from ..maths.moments import Whitened, explained_variance, projected_mean
@@ -58,6 +58,8 @@ def collapsed_bound(
     """
     check_bound(bound, tuple(PENALTIES))
     _check_shapes(x, y, inducing_points)
+    check_device(kernel, inducing_points.device, "The kernel is")
+    check_device(y, inducing_points.device, "Targets are")
     noise = noise.to(y.device).expand(y.shape)
     projector = kernel_projector(kernel, inducing_points, noise, jitter_val)
     return chunked_bound(projector, x, y, noise, bound, chunk_size, [*kernel.parameters(), inducing_points, x])

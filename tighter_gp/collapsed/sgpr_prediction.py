@@ -71,12 +71,14 @@ class CurrentPredictionStrategy(SGPRPredictionStrategy):
 
     def _posterior(self, prior: MultivariateNormal) -> SGPRPredictionStrategy:
         """GPyTorch's strategy, with what it has computed if it is for the same prior, noise and targets."""
-        fresh = SGPRPredictionStrategy(self.train_inputs, prior, self.train_labels, self.likelihood)
+        # ExactGP moves its data with the model and keeps this object, so the targets may be on another device.
+        labels = self.train_labels.to(prior.mean.device)
+        fresh = SGPRPredictionStrategy(self.train_inputs, prior, labels, self.likelihood)
         if torch.is_grad_enabled():
             return fresh
         covar = fresh.lik_train_train_covar
         noise = covar._diag_tensor.diagonal(dim1=-1, dim2=-2)
-        current = [prior.mean, _root(covar), noise, self.train_labels]
+        current = [prior.mean, _root(covar), noise, labels]
         if self._known is None or not all(map(same_values, self._known[0], current)):
             self._known = [tensor.detach().clone() for tensor in current], fresh
         return self._known[1]

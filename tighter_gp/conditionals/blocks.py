@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from ..draws import permutation
 from ..inducing import kmeans
 from ..maths.collapsed import add_identity_cholesky
 from ..maths.linalg import mean_diagonal
@@ -116,7 +117,7 @@ class BlockBatchSampler(Sampler[list[int]]):
 
     :param labels: Label of each training point, shape ``N``.
     :param blocks_per_batch: Number of blocks in a batch.
-    :param generator: Source of randomness on the CPU; default the global one.
+    :param generator: Source of randomness, on any device; default the global one of the CPU.
 
     Example:
         >>> labels = tighter_gp.blocks.partition(torch.rand(100, 2), 10)
@@ -145,9 +146,10 @@ class BlockBatchSampler(Sampler[list[int]]):
     def draw(self) -> Tensor:
         """The rows of one batch."""
         # By inversion: torch.multinomial takes at most 2**24 categories.
-        point = torch.randint(int(self.sizes.sum()), (), generator=self.generator)
+        where = "cpu" if self.generator is None else self.generator.device
+        point = torch.randint(int(self.sizes.sum()), (), generator=self.generator, device=where).cpu()
         first = torch.searchsorted(self.sizes.cumsum(0), point, right=True)
-        others = torch.randperm(len(self.table) - 1, generator=self.generator)[: self.blocks_per_batch - 1]
+        others = permutation(len(self.table) - 1, "cpu", self.generator)[: self.blocks_per_batch - 1]
         others = others + (others >= first)
         rows = self.table[torch.cat([first.view(1), others])].flatten()
         return rows[rows >= 0]

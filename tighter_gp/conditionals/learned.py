@@ -7,6 +7,7 @@ from gpytorch.constraints import Interval, Positive
 from gpytorch.priors import Prior
 from torch import Tensor
 
+from ..checks import check_device
 from ..maths.bounds import optimal_scale, optimal_scale_penalty, scale_penalty
 from .base import Conditional, checked_index
 
@@ -163,6 +164,7 @@ class PerPoint(Conditional):
 
     def _rows(self, residual: Tensor, index: Tensor | None) -> Tensor:
         index = self.check_index(index, residual.size(-1))
+        check_device(index, self.raw_m.device, "The index is")
         rows = torch.nn.functional.embedding(index, self.raw_m, sparse=True)
         return self._shaped(self.raw_m_constraint.transform(rows))
 

@@ -14,6 +14,7 @@ from gpytorch.variational import CholeskyVariationalDistribution, VariationalStr
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
+from ..draws import permutation
 from ..strategies import TighterVariationalStrategy
 from .data import as_observed, check_inducing_points, check_latent_dim, principal_components
 from .inference import infer_latents
@@ -111,7 +112,7 @@ class BayesianGPLVM(ApproximateGP):
         :param mask: True where observed, ``N x P``.
         :param prior: Distribution of one latent row; default :math:`\mathcal N(0, I)`.
         :param stddev: First standard deviation of q(x).
-        :param generator: Source of randomness for the choice of inducing points.
+        :param generator: Source of randomness for the choice of inducing points, on any device.
         :param kwargs: Passed to the constructor.
         """
         targets, _ = as_observed(targets, mask)
@@ -120,7 +121,7 @@ class BayesianGPLVM(ApproximateGP):
                 f"num_inducing must lie between 1 and the {targets.size(0)} rows of the data; got {num_inducing}."
             )
         scores, fraction = principal_components(targets, latent_dim)
-        chosen = torch.randperm(targets.size(0), generator=generator)[:num_inducing].to(targets.device)
+        chosen = permutation(targets.size(0), targets.device, generator)[:num_inducing]
         latents = VariationalLatents(scores, prior, stddev)
         if "covar_module" not in kwargs:
             kernel = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)).to(scores)

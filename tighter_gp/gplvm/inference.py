@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..conditionals import PerPoint
+from ..draws import permutation, standard_normal
 from ..mlls import TighterELBO
 from ..modes import chunks, temporary_mode
 from .data import as_observed, check_count
@@ -47,7 +48,7 @@ def infer_latents(
     :param num_candidates: Training rows to compare with, drawn at random if there are more.
     :param batch_size: Rows a chunk.
     :param objective: As in :class:`LatentVariableELBO`; give the one that the model was trained with.
-    :param generator: Source of randomness.
+    :param generator: Source of randomness, on any device.
     :return: Batch shape ``B x Q``, without a graph.
 
     Example:
@@ -89,8 +90,7 @@ class _Candidates(NamedTuple):
 def _candidates(model: Any, num_candidates: int, generator: torch.Generator | None) -> _Candidates:
     num_data, device = model.latents.num_data, model.variational_strategy.inducing_points.device
     if num_candidates < num_data:
-        where = device if generator is None else generator.device
-        index = torch.randperm(num_data, generator=generator, device=where)[:num_candidates].to(device)
+        index = permutation(num_data, device, generator, default=device)[:num_candidates]
     else:
         index = torch.arange(num_data, device=device)
     q = model.latents.q(index)
@@ -133,9 +133,7 @@ def _optimise(
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / num_steps)
             q_x = latents.q()
-            noise = torch.randn(
-                num_samples, *q_x.mean.shape, dtype=q_x.mean.dtype, device=q_x.mean.device, generator=generator
-            )
+            noise = standard_normal((num_samples, *q_x.mean.shape), q_x.mean, generator)
             bound = elbo.at(q_x.mean + q_x.stddev * noise, q_x, targets)
             assert isinstance(bound, Tensor)
             loss = -bound

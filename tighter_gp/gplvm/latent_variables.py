@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Normal
 from torch.nn import Parameter
 from torch.nn.functional import embedding
 
-from ..checks import check_range
+from ..checks import check_device, check_range
 from ..conditionals import PerPoint
 from .data import principal_components
 from .prior import LatentPrior
@@ -97,7 +97,7 @@ class VariationalLatents(Latents):
         self.sparse = sparse
         self.register_parameter("mean", Parameter(start.detach().clone()))
         self.register_parameter("raw_stddev", Parameter(torch.zeros_like(start)))
-        self.register_constraint("raw_stddev", Positive())
+        self.register_constraint("raw_stddev", Positive().to(start.device))
         self.stddev = torch.as_tensor(stddev)
         self.prior = LatentPrior(prior, start)
 
@@ -137,6 +137,7 @@ class VariationalLatents(Latents):
         if index is None:
             return Normal(self.mean, self.stddev, validate_args=False)
         self._check_index(index)
+        check_device(index, self.mean.device, "The index is")
         mean = embedding(index, self.mean, sparse=self.sparse)
         raw = embedding(index, self.raw_stddev, sparse=self.sparse)
         return Normal(mean, self.raw_stddev_constraint.transform(raw), validate_args=False)

@@ -11,6 +11,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.distributions import Normal
 
+from ..draws import standard_normal
 from ..modes import chunks, temporary_mode
 from ..predictions import predict
 from ..strategies import TighterStrategy
@@ -45,8 +46,7 @@ def _draws(x: Normal | Tensor, rows: slice, num_samples: int, generator: torch.G
     if isinstance(x, Tensor):
         return x[rows].unsqueeze(0)
     mean, stddev = x.mean[rows], x.stddev[rows]
-    noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-    return mean + stddev * noise
+    return mean + stddev * standard_normal((num_samples, *mean.shape), mean, generator)
 
 
 def _check_latents(model: Any, x: Normal | Tensor, num_samples: int) -> int:
@@ -78,7 +78,7 @@ def reconstruct(
     :param x: q(x) of the rows, or points ``B x Q``.
     :param num_samples: Draws of x a row; points need none.
     :param batch_size: Points a chunk.
-    :param generator: Source of randomness.
+    :param generator: Source of randomness, on any device.
 
     Example:
         >>> mean, variance = model.reconstruct(model.infer_latents(Y_new, num_steps=20))

@@ -14,7 +14,7 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from ..carrier import Carrier, iter_carriers
-from ..checks import host_values
+from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
 from ..likelihoods.properties import (
     correlates_tasks,
@@ -89,12 +89,15 @@ def carried_terms(
     **kwargs: Any,
 ) -> DataTerms:
     """:func:`data_terms` of a q(f) whose carrier is known."""
+    check_device(target, q.mean.device, "Targets are")
+    check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
     if mask is not None:
         target = filled(target, mask)
     gaussian = is_gaussian(likelihood)
     if gaussian:
         noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
+        check_device(noise, q.mean.device, "Noise variances are")
         _check_batch(noise, q)
 
     # kept: what the conditional leaves of the residual variance, m_n d_n

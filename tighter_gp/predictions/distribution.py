@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ class PredictiveDistribution:
         if not 0 < p < 1:
             raise ValueError(f"A quantile needs a probability between 0 and 1, both excluded; got {p}.")
         if self._kind is GaussianMarginal and self._weights is None:
-            z = torch.special.ndtri(torch.tensor(p, dtype=torch.float64))
+            z = NormalDist().inv_cdf(p)
             return (self._f.mean.double() + z * self._f.variance.double().sqrt()).to(self._f.mean.dtype)
 
         def compute(marginal: Marginal, f: FunctionValues, rows: slice) -> Tensor:

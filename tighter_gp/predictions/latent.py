@@ -18,7 +18,7 @@ from gpytorch.likelihoods import Likelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..checks import check_inputs, raise_if_not_finite
+from ..checks import check_device, check_inputs, raise_if_not_finite
 from ..likelihoods.properties import gaussian_noise
 from ..maths.bounds import optimal_scale
 from ..maths.linalg import cholesky, full_precision, solve_lower
@@ -156,7 +156,9 @@ def _training_points(
                 raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
             require_gaussian(likelihood, "predict with conditional='optimal'")
             kwargs = {} if noise is None else {"noise": noise}
+            check_device(likelihood, points.mean.device, "The likelihood is")
             variances = gaussian_noise(likelihood, points.mean.shape[:-1], points.mean.shape[-1:], **kwargs)
+            check_device(variances, points.mean.device, "Noise variances are")
     residual = points.residual
     if variances is not None:
         variances = variances.to(residual.dtype).expand_as(residual)

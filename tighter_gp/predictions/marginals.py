@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class OneFunctionMarginal(Marginal):
 
     def distribution_function(self, f: FunctionValues, p: float) -> DistributionFunction | None:
         """By quadrature, with nodes around the quantile of f."""
-        centre = float(torch.special.ndtri(torch.tensor(p, dtype=torch.float64)))
+        centre = NormalDist().inv_cdf(p)
         conditional, weights = self._mixture(f, normal_rule(centre, width=0.02, num_nodes=121, reach=9.0))
         cdf = conditional_cdf(conditional)
         if cdf is None:

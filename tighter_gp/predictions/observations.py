@@ -12,7 +12,9 @@ from gpytorch.models.deep_gps import DeepGP
 from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
+from ..checks import check_device
 from ..collapsed import CollapsedGP
+from ..draws import seeded
 from ..kernels import TighterInducingPointKernel
 from ..modes import chunks, temporary_mode
 from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
@@ -69,9 +71,8 @@ def predict_y(
             raise ValueError(f"{name}= must have one value per point, {num_points}; got {tuple(value.shape)}.")
     is_deep = isinstance(model, DeepGP)
     whole: FunctionValues | None = None
-    devices = [like.device] if like.device.type == "cuda" else []
-    with temporary_mode(model, False), temporary_mode(likelihood, False), torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+    check_device(likelihood, like.device, "The likelihood is")
+    with temporary_mode(model, False), temporary_mode(likelihood, False), seeded(seed, like.device):
         for rows in chunks(num_points, batch_size):
             inputs = _rows(x, rows, like)
             with settings.num_likelihood_samples(num_samples or 64 if is_deep else 1):

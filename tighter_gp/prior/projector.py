@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from ..checks import all_finite, checks_are_deferred, passed, raise_if_not_finite, same_values
+from ..checks import all_finite, check_device, checks_are_deferred, passed, raise_if_not_finite, same_values
 from ..maths.fused import reuse_cholesky
 from ..maths.linalg import cholesky, project, residual_variance
 from ..settings import float32_factor
@@ -229,7 +229,7 @@ class Projector:
             features = prior.lazy_covariance_matrix.x1
             z, data = features[..., : self.num_inducing, :], features[..., self.num_inducing :, :]
             spread = lowered.spread(lowered.values, z, data)
-            self.least_spread = torch.maximum(torch.as_tensor(self.least_spread).to(spread), spread)
+            self.least_spread = spread.clamp_min(self.least_spread)
         if first is not None and self.factor is None:
             self.factorized(first[..., :1, :], **kwargs)
         return self
@@ -243,7 +243,8 @@ class Projector:
     def _covers(self, prior: PriorBlocks, factor: Tensor, dtype: torch.dtype) -> Tensor:
         variance = prior.inducing_covar.diagonal(dim1=-1, dim2=-2)
         tolerance = self.jitter if self.noise is None else noise_tolerance(factor, self.noise)
-        spread = torch.as_tensor(prior.spread, device=variance.device).clamp_min(self.least_spread)
+        spread = prior.spread if isinstance(prior.spread, Tensor) else variance.new_full((), prior.spread)
+        spread = spread.clamp_min(self.least_spread)
         return covers_rounding(tolerance, variance, dtype, spread)
 
     def _jittered(self, inducing_covar: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -336,6 +337,7 @@ class Projector:
 
 def _together(first: Tensor, second: Tensor) -> Tensor:
     """One set of points above the other, in their common batch shape."""
+    check_device(second, first.device, "Inputs are")
     if first.shape[:-2] != second.shape[:-2]:
         batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
         first, second = first.expand(*batch, *first.shape[-2:]), second.expand(*batch, *second.shape[-2:])

@@ -14,7 +14,7 @@ from linear_operator.operators import TriangularLinearOperator
 from torch import Tensor
 
 from ..carrier import Carrier
-from ..checks import check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
+from ..checks import check_device, check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
 from ..conditionals import Conditional, make_conditional
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..maths.bounds import whitened_kl
@@ -257,6 +257,7 @@ class TighterStrategy(VariationalStrategy):
             blocks = conditional.residual_blocks(residual, within, index=index)
 
         def dense() -> Tensor:
+            check_device(residual, self.inducing_points.device, "This q(f) was made")
             matrix = projector.project(prior)
             dtype = matrix.dtype
             covar = projector.data_covariance(prior) - matrix.mT @ matrix

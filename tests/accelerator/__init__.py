@@ -1,0 +1,1 @@
+"""A device without hardware, for tests of device discipline with real values: see :mod:`tests.accelerator.device`."""

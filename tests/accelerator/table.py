@@ -1,0 +1,148 @@
+"""Synchronisations per training step: the numbers that a test holds, and the table that documents them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import gpytorch
+import torch
+
+import tighter_gp
+from tests.accelerator.device import Wait, load, waits
+from tests.accelerator.features import FEATURES, Step
+from tests.accelerator.launches import STEPS, launches_of
+from tests.accelerator.runs import OPTIONS, problem
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
+
+# Per step, with gpytorch.settings.debug on (GPyTorch's default) and off.
+WAITS: dict[str, tuple[int, int]] = {
+    "T-SVGP": (2, 1),
+    "T-SVGP, beta": (2, 1),
+    "T-SVGP, scalar": (2, 1),
+    "T-SVGP, sum of kernels": (2, 1),
+    "T-SVGP, periodic kernel": (4, 3),
+    "T-SVGP, product of kernels": (2, 1),
+    "PerPoint": (6, 1),
+    "Blocks": (12, 10),
+    "SOLVE-GP": (2, 1),
+    "Bernoulli, beta": (2, 1),
+    "Bernoulli, optimal": (2, 1),
+    "SOLVE-GP, Bernoulli": (2, 1),
+    "Poisson, scalar": (2, 1),
+    "softmax, beta": (3, 1),
+    "softmax, optimal": (3, 1),
+    "multitask": (2, 1),
+    "LMC": (3, 2),
+    "LMC, Bernoulli": (10, 9),
+    "GPLVM": (3, 1),
+    "GPLVM, beta": (3, 1),
+    "collapsed GPLVM": (2, 2),
+    "deep GP": (6, 5),
+    "mean-field q(u)": (2, 1),
+    "delta q(u)": (4, 3),
+    "natural q(u)": (4, 3),
+    "tril-natural q(u)": (2, 1),
+    "collapsed kernel": (4, 3),
+    "CollapsedGP": (3, 3),
+}
+
+# Where float32 asks more often.
+WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
+
+# Of a plain model in fit, the loss included, with debug on; by natural_gradients=.
+WAITS_OF_FIT = {True: 8, False: 3}
+
+
+def step_of(feature: str, device: str) -> Step:
+    """A step that was taken once, which initialises q(u): the same on every device."""
+    torch.manual_seed(0)
+    step = FEATURES[feature]()
+    step.backward()
+    return step.to(device)
+
+
+def waits_of(feature: str, *, debug: bool, device: str = "dev:1") -> list[Wait]:
+    """What the host waits for in a step that is not the first."""
+    validates = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile turns it off for good
+    try:
+        with gpytorch.settings.debug(debug):
+            step = step_of(feature, device)
+            step.backward()
+            with waits() as found:
+                step.backward()
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(validates)
+    return found
+
+
+def waits_of_compiled(feature: str, device: str = "dev:1") -> list[Wait]:
+    """The same for a compiled step, without its code generation: the stand-in has none."""
+    step = step_of(feature, device)
+    compiled = tighter_gp.CompiledStep(step.module, backend="eager")
+    compiled(*step.data)
+    assert compiled.is_compiled
+    with waits() as found:
+        compiled(*step.data)
+    return found
+
+
+def waits_of_fit(natural: bool) -> list[Wait]:
+    """The same for a step within an epoch of fit."""
+    model, likelihood, x, y = problem("dev:1")
+    marks: list[int] = []
+    with waits() as found:
+        mark = lambda step: marks.append(len(found))
+        tighter_gp.fit(model, likelihood, x, y, natural_gradients=natural, callbacks=[mark], **OPTIONS)
+    return found[marks[2] : marks[3]]
+
+
+def synchronisations() -> str:
+    """One row per feature; places with debug on, by file and function."""
+    lines = ["| feature | per step | without debug | where (operator, times) |", "|---|---|---|---|"]
+    rows = {name: (waits_of(name, debug=True), waits_of(name, debug=False)) for name in FEATURES}
+    for natural, kind in {True: "natural gradients", False: "Adam alone"}.items():
+        with gpytorch.settings.debug(False):
+            unchecked = waits_of_fit(natural)
+        rows[f"T-SVGP in `fit`, {kind}"] = waits_of_fit(natural), unchecked
+    for feature, (checked, unchecked) in rows.items():
+        counts = Counter(f"`{wait.place}` ({wait.what}" for wait in checked)
+        where = ", ".join(name + (f", {count})" if count > 1 else ")") for name, count in counts.items())
+        lines.append(f"| {feature} | {len(checked)} | {len(unchecked)} | {where} |")
+    return "\n".join(lines)
+
+
+def launches() -> str:
+    """One row per kind of step, in float32."""
+    lines = ["| eager step, float32 | launches | of them backward | most frequent |", "|---|---|---|---|"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    for name in STEPS:
+        found = launches_of(name)
+        backward = sum(launch.is_backward for launch in found.found)
+        often = ", ".join(f"{operator} {count}" for operator, count in found.by_operator().most_common(5))
+        lines.append(f"| {name} | {len(found.found)} | {backward} | {often} |")
+    torch.set_default_dtype(before)
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """The generated parts of the page."""
+    load()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return {"synchronisations": synchronisations(), "launches": launches()}
+    finally:
+        torch.set_default_dtype(before)
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew, each after a comment with its name and up to the next empty line."""
+    for name, table in tables().items():
+        mark = f"<!-- generated: {name} -->\n"
+        head, tail = page.split(mark)
+        page = f"{head}{mark}{table}\n\n{tail.split(chr(10) * 2, 1)[1]}"
+    return page

@@ -1,0 +1,161 @@
+"""``fit`` on the device: the CPU's numbers, resume included, in one process and in two."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tighter_gp
+from tests.accelerator import runs
+from tests.accelerator.device import DEVICES, waits
+from tests.accelerator.features import FEATURES, D, M, N
+from tests.accelerator.runs import OPTIONS, problem, state
+from tests.accelerator.table import WAITS_OF_FIT
+
+pytestmark = pytest.mark.accelerator
+
+ROOT = Path(__file__).parents[2]
+KINDS = {
+    "optimal": dict,
+    "solve": lambda: {"strategy": "solve"},
+    "per point": lambda: {"conditional": tighter_gp.PerPoint(N)},
+    "mean field": lambda: {"distribution": gpytorch.variational.MeanFieldVariationalDistribution},
+}
+
+
+def fitted(device, *, default_device=None, source=None, options=OPTIONS, **kwargs):
+    model, likelihood, x, y = problem(device, **kwargs)
+    arguments = (x, y)
+    if source == "loader":
+        generator = torch.Generator(default_device or "cpu").manual_seed(
+            0
+        )  # torch's sampler draws on the default device
+        rows = TensorDataset(x.cpu(), y.cpu())
+        arguments = (DataLoader(rows, batch_size=7, shuffle=True, generator=generator), None)
+        options = {name: value for name, value in options.items() if name != "batch_size"}
+    elif source == "numpy":
+        arguments = (x.cpu().numpy(), y.cpu().numpy())
+    torch.set_default_device(default_device)
+    try:
+        history = tighter_gp.fit(model, likelihood, *arguments, **options)
+    finally:
+        torch.set_default_device(None)
+    assert all(parameter.device == torch.device(device) for parameter in model.parameters())
+    return torch.tensor(history.loss), state(model, likelihood)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_gives_the_numbers_of_the_cpu(kind):
+    expected = fitted("cpu", **KINDS[kind]())
+    for device in DEVICES:
+        torch.testing.assert_close(fitted(device, **KINDS[kind]()), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("source", ["loader", "numpy"])
+def test_data_of_the_host_train_a_model_on_the_device(source):
+    expected = fitted("cpu", source=source)
+    torch.testing.assert_close(fitted("dev:1", source=source), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("source", [None, "numpy", "loader"])
+@pytest.mark.parametrize("device", ["cpu", "dev:0"])
+def test_the_default_device_changes_no_run(source, device):
+    actual = fitted(device, source=source, default_device="dev:1")
+    torch.testing.assert_close(actual, fitted("cpu", source=source), rtol=1e-9, atol=1e-11)
+
+
+def test_random_steps_follow_the_seed_on_every_device():
+    def losses(device):
+        torch.manual_seed(0)
+        step = FEATURES["softmax, optimal"]()
+        generator = torch.Generator("cpu").manual_seed(1)
+        x, y = torch.randn(N, D, generator=generator), torch.randint(3, (N,), generator=generator)
+        model, likelihood = step.module.model.to(device), step.module.likelihood.to(device)
+        torch.manual_seed(len(device))  # of no consequence
+        return tighter_gp.fit(model, likelihood, x.to(device), y.to(device), **OPTIONS).loss
+
+    expected = losses("cpu")
+    for device in DEVICES:
+        assert losses(device) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_resume_gives_the_run_that_was_not_interrupted(device, tmp_path):
+    kwargs = KINDS["per point"]
+    expected = fitted("cpu", **kwargs())
+    path = tmp_path / "checkpoint"
+    first = {**OPTIONS, "checkpoint": path, "callbacks": [lambda step: step.step == 3]}
+    fitted(device, options=first, **kwargs())
+    saved = torch.load(path, weights_only=True)
+    saved["history"]["stopped"], saved["finished"] = "", False
+    torch.save(saved, path)
+    for other in (device, "cpu"):  # also where the first half did not run
+        torch.save(saved, path)
+        actual = fitted(other, options={**OPTIONS, "checkpoint": path, "resume": True}, **kwargs())
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("natural", WAITS_OF_FIT)
+def test_resume_waits_no_oftener_than_a_run_without(natural, tmp_path):
+    def per_step(**kwargs):
+        seen = []
+        model, likelihood, x, y = problem("dev:1")
+        with waits() as found:
+            mark = lambda step: seen.append(len(found))
+            tighter_gp.fit(
+                model, likelihood, x, y, callbacks=[mark], natural_gradients=natural, **{**OPTIONS, **kwargs}
+            )
+        return [b - a for a, b in itertools.pairwise(seen[1:])]
+
+    path = tmp_path / "checkpoint"
+    plain = per_step(steps=8)
+    per_step(steps=8, checkpoint=path)
+    saved = torch.load(path, weights_only=True)
+    saved["history"]["loss"], saved["finished"] = saved["history"]["loss"][:3], False
+    torch.save(saved, path)
+    resumed = per_step(steps=8, checkpoint=path, resume=True)
+    # An epoch begins with the upload of its order.
+    assert sorted(plain)[len(plain) // 2] == WAITS_OF_FIT[natural], plain
+    assert max(plain) <= WAITS_OF_FIT[natural] + 1, plain
+    assert max(resumed) <= WAITS_OF_FIT[natural] + 1, resumed
+
+
+def test_a_validation_set_left_behind_is_named():
+    model, likelihood, x, y = problem("dev:1")
+    with pytest.raises(ValueError, match="the held-out x is on cpu and the model on dev:1"):
+        tighter_gp.fit(model, likelihood, x, y, validation=(x[:9].cpu(), y[:9].cpu()), **OPTIONS)
+    likelihood.cpu()
+    with pytest.raises(ValueError, match="likelihood"):
+        tighter_gp.fit(model, likelihood, x, y, **OPTIONS)
+
+
+def test_a_collapsed_model_is_trained_by_lbfgs():
+    def run(device):
+        _, likelihood, x, y = problem(device)
+        covar = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).to(device)
+        model = tighter_gp.CollapsedGP(x, y, x[:M], covar, likelihood)
+        return torch.tensor(tighter_gp.fit(model, likelihood, x, y, steps=3, progress=False).loss)
+
+    torch.testing.assert_close(run("dev:1"), run("cpu"), rtol=1e-8, atol=1e-10)
+
+
+def test_two_processes_with_a_device_each_equal_one(tmp_path):
+    """Messages go through a group that takes tensors of the device only; the second half follows a resume."""
+    command = [sys.executable, "-m", runs.__name__]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    expected = fitted("cpu", conditional=tighter_gp.PerPoint(N))
+    for rank in range(2):
+        actual = torch.load(tmp_path / f"result-{rank}", weights_only=True)
+        torch.testing.assert_close(tuple(actual), expected, rtol=1e-9, atol=1e-11)
