@@ -97,7 +97,7 @@ class CompiledStep:
         key = (
             *((value.shape, value.dtype, value.device) for value in (x, target, *tensors.values())),
             *((name, value) for name, value in kwargs.items() if name not in tensors),
-            *((name, value.shape, value.dtype, value.requires_grad) for name, value in values.items()),
+            *((name, value.shape, value.dtype, value.device, value.requires_grad) for name, value in values.items()),
             *self._constants(),
             settings._linalg_dtype_cholesky.value(),
             settings.num_likelihood_samples.value(),
@@ -108,6 +108,7 @@ class CompiledStep:
                 self._graphs[key] = self._capture(values, x, target, tensors, kwargs)
         graph = self._graphs.get(key)
         self.is_compiled = graph is not None
+        self._move(next(iter(values.values())).device)
         if graph is None:
             loss, failed = self._eager(x, target, kwargs)
         else:
@@ -116,6 +117,11 @@ class CompiledStep:
         if self.optimizer is not None:
             self._update(failed)
         return loss
+
+    def _move(self, device: torch.device) -> None:
+        """Count where the model is now."""
+        if device != self._device:
+            self._device, self.failed = device, self.failed.to(device)
 
     def _run(
         self, graph: Graph, values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]

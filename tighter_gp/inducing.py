@@ -35,7 +35,7 @@ def allocate(
         ``GreedyImprovementReduction``. BoTorch's allocators take the whole :math:`N \times N` kernel matrix.
     :param kernel: The kernel with its starting values; needed by ``"greedy"`` and by BoTorch's allocators.
     :param seed: Seed of the random choices; BoTorch's allocators have none.
-    :param chunk_size: Points a chunk.
+    :param chunk_size: Points per chunk.
     :return: ``M x D``, distinct rows.
 
     Example:
@@ -115,7 +115,7 @@ def kmeans(
     :param x: Training inputs, ``N x D``, scaled as the kernel sees them: distances are Euclidean.
     :param num_points: :math:`M`.
     :param seed: Seed of the first centres.
-    :param chunk_size: Points a chunk; the result depends on it by rounding only.
+    :param chunk_size: Points per chunk; the result depends on it by rounding only.
     :param max_iter: Most iterations; 0 returns the k-means++ seeds, which are rows of ``x``.
     :param tol: Stop when no centre moves by more than this times the root mean squared distance of ``x`` from its mean.
     :return: ``M x D``. The first centres are far apart, so the first half of them alone covers the data too.
@@ -134,7 +134,7 @@ def nearest(x: Tensor, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
 
     :param x: ``N x D``.
     :param points: ``M x D``.
-    :param chunk_size: Points a chunk; memory is ``chunk_size x M``.
+    :param chunk_size: Points per chunk; memory is ``chunk_size x M``.
     :return: Integers from 0 to ``M - 1``, shape ``N``.
 
     Example:
@@ -163,7 +163,7 @@ def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0
     :param num_points: :math:`M`.
     :param kernel: The kernel with its starting values, without a batch shape.
     :param seed: Seed of the choice between equals, which all first points are to a stationary kernel.
-    :param chunk_size: Points a chunk when the kernel is evaluated.
+    :param chunk_size: Points per chunk when the kernel is evaluated.
     :return: ``M x D`` in the order chosen, distinct rows of ``x``.
 
     Example:
@@ -176,7 +176,7 @@ def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0
     if residual.dim() != 1:
         raise ValueError(
             f"greedy_variance places points for one kernel; got one of batch shape {tuple(residual.shape[:-1])}. "
-            "Call it once a member of the batch."
+            "Call it once per member of the batch."
         )
     rounding = 10 * torch.finfo(residual.dtype).eps * residual.max()
     ties = (residual == residual.max()).nonzero().squeeze(-1)
@@ -259,7 +259,7 @@ def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:
 def _plus_plus(x: Tensor, num_points: int, seed: int, chunk_size: int) -> Tensor:
     """k-means++ seeds: each row drawn with probability proportional to its squared distance from those before."""
     generator = _generator(x, seed)
-    rows = max(1, chunk_size * num_points // x.size(-1))  # as many numbers a chunk as in an iteration
+    rows = max(1, chunk_size * num_points // x.size(-1))  # as many numbers per chunk as in an iteration
     chosen = [x[torch.randint(len(x), (), generator=generator, device=x.device)]]
     distance = torch.full_like(x[:, 0], torch.inf)  # squared, to the nearest seed
     while len(chosen) < num_points:

@@ -335,7 +335,7 @@ def test_plot_on_given_axes_without_labels_or_shade(trained):
     ax = plot_latents(model, dims=(2, 1), shade=False, ax=figure.subplots())
     assert not ax.images
     assert ax.get_xlabel() == "latent dimension 2"
-    with pytest.raises(ValueError, match="one entry a row, 90; got 4"):
+    with pytest.raises(ValueError, match="one entry per row, 90; got 4"):
         plot_latents(model, ["a", "b", "c", "d"], ax=ax)
     one = BayesianGPLVM(VariationalLatents(torch.randn(9, 1)), torch.randn(4, 1), 3)
     with pytest.raises(ValueError, match="has one"):

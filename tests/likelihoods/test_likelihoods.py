@@ -328,7 +328,7 @@ def test_fixed_noise_of_a_batch_of_points_is_given_in_the_call():
 
 def test_fixed_noise_of_another_length_raises():
     likelihood = stock.FixedNoiseGaussianLikelihood(0.1 + torch.rand(7))
-    stored = r"one noise variance a point: got 7 stored noise variances for a batch of 3.*noise=noise\[rows\]"
+    stored = r"one noise variance per point: got 7 stored noise variances for a batch of 3.*noise=noise\[rows\]"
     with pytest.raises(ValueError, match=stored):
         gaussian_noise(likelihood, size(), size(3))
     with pytest.raises(ValueError, match="got noise= of 7 for a batch of 3"):

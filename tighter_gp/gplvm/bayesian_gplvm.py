@@ -38,10 +38,10 @@ class BayesianGPLVM(ApproximateGP):
     :param inducing_points: :math:`Z`, shape ``M x Q``.
     :param num_outputs: :math:`P`.
     :param likelihood: Default :class:`~gpytorch.likelihoods.GaussianLikelihood` with one noise for all outputs; give it
-        ``batch_shape=torch.Size([P])`` for one noise an output. Another likelihood needs ``conditional="beta"`` or
+        ``batch_shape=torch.Size([P])`` for one noise per output. Another likelihood needs ``conditional="beta"`` or
         ``"scalar"``.
     :param mean_module: Default :class:`~gpytorch.means.ZeroMean`.
-    :param covar_module: Default RBF with one lengthscale a latent dimension and an output scale.
+    :param covar_module: Default RBF with one lengthscale per latent dimension and an output scale.
     :param variational_strategy: Class of the strategy.
     :param variational_distribution: Class of q(u).
     :param kwargs: Passed to the strategy: ``conditional=``, ``jitter_val=``, ``learn_inducing_locations=``.

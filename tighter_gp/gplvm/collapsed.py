@@ -50,7 +50,7 @@ class LatentProblem(NamedTuple):
     :param inducing_points: :math:`Z`, ``M x Q``.
     :param outputscale: :math:`s^2` of the kernel, a scalar.
     :param lengthscale: :math:`\ell` of the kernel, ``Q``.
-    :param noise: :math:`\sigma^2`, a scalar, or one an output, ``P``.
+    :param noise: :math:`\sigma^2`, a scalar, or one per output, ``P``.
     :param targets: :math:`Y`, ``N x P``; entries that are not observed are ignored.
     :param observed: Which entries count, ``N x P``; None for all.
     :param jitter: Added to the diagonal of :math:`K_{ZZ}`.

@@ -21,7 +21,7 @@ def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = 
     """
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
-        raise ValueError(f"Data must have shape N x {wanted}, one row a datum; got {tuple(targets.shape)}.")
+        raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != targets.shape:
             raise ValueError(
@@ -79,7 +79,7 @@ def check_inducing_points(inducing_points: Tensor, latent_dim: int) -> None:
 class PrincipalComponents(NamedTuple):
     """Scores of the data on its leading principal components.
 
-    :param scores: Unit variance a column, ``N x Q``.
+    :param scores: Unit variance per column, ``N x Q``.
     :param fraction: Variance each component explains over that of the first, ``Q``.
 
     Example:

@@ -44,9 +44,9 @@ def infer_latents(
     :param mask: True where observed, ``B x P``.
     :param num_steps: Steps of Adam; the rate falls linearly to zero.
     :param lr: First learning rate.
-    :param num_samples: Draws of x a row and step.
+    :param num_samples: Draws of x per row and step.
     :param num_candidates: Training rows to compare with, drawn at random if there are more.
-    :param batch_size: Rows a chunk.
+    :param batch_size: Rows per chunk.
     :param objective: As in :class:`LatentVariableELBO`; give the one that the model was trained with.
     :param generator: Source of randomness, on any device.
     :return: Batch shape ``B x Q``, without a graph.

@@ -1,4 +1,4 @@
-"""q(x): one Gaussian a row of data."""
+"""q(x): one Gaussian per row of data."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VariationalLatents(Latents):
         super().__init__()
         if start.dim() != 2 or not start.is_floating_point() or not bool(torch.isfinite(start).all()):
             raise ValueError(
-                "start must be a finite floating point table N x Q, one row a datum; got "
+                "start must be a finite floating point table N x Q, one row per datum; got "
                 f"{str(start.dtype).removeprefix('torch.')} of shape {tuple(start.shape)}."
             )
         self.num_data, self.latent_dim = start.shape

@@ -59,7 +59,7 @@ def _check_latents(model: Any, x: Normal | Tensor, num_samples: int) -> int:
 
 
 def _entries(model: Any, num_rows: int) -> Tensor:
-    """Room for a value an entry, ``B x P``."""
+    """Room for one value per entry, ``B x P``."""
     return model.variational_strategy.inducing_points.new_empty(num_rows, model.num_outputs)
 
 
@@ -76,8 +76,8 @@ def reconstruct(
 
     :param model: A :class:`BayesianGPLVM`.
     :param x: q(x) of the rows, or points ``B x Q``.
-    :param num_samples: Draws of x a row; points need none.
-    :param batch_size: Points a chunk.
+    :param num_samples: Draws of x per row; points need none.
+    :param batch_size: Points per chunk.
     :param generator: Source of randomness, on any device.
 
     Example:

@@ -50,7 +50,7 @@ class Relevance(NamedTuple):
 def relevance(model: Any) -> Relevance:
     r"""The ARD report of a GPLVM; print it for a table.
 
-    :param model: A :class:`BayesianGPLVM` or :class:`CollapsedBayesianGPLVM` whose kernel has one lengthscale a dimension.
+    :param model: A :class:`BayesianGPLVM` or :class:`CollapsedBayesianGPLVM` whose kernel has one lengthscale per dimension.
 
     Example:
         >>> first, second = tighter_gp.gplvm.relevance(model).order[:2].tolist()
@@ -87,11 +87,11 @@ def plot_latents(
     r"""The means of q(x) in two latent dimensions, with the inducing points.
 
     :param model: A :class:`BayesianGPLVM`.
-    :param labels: One label a row, for the colours and the legend.
+    :param labels: One label per row, for the colours and the legend.
     :param dims: The two dimensions; default the most relevant two.
     :param shade: Whether to shade by the predictive variance (mean over the outputs), the other dimensions at the median
         of the data. Darker is less certain.
-    :param resolution: Points a side of the shade.
+    :param resolution: Points per side of the shade.
     :param ax: Axes to draw on; default new ones.
     :return: The axes. Needs matplotlib.
 
@@ -108,7 +108,7 @@ def plot_latents(
         raise ValueError("plot_latents draws two dimensions; this model has one.")
     names = None if labels is None else labels.tolist() if isinstance(labels, Tensor) else list(labels)
     if names is not None and len(names) != len(mean):
-        raise ValueError(f"labels must have one entry a row, {len(mean)}; got {len(names)}.")
+        raise ValueError(f"labels must have one entry per row, {len(mean)}; got {len(names)}.")
     first, second = relevance(model).order[:2].tolist() if dims is None else dims
     chosen = [first, second]
     if ax is None:

@@ -64,7 +64,7 @@ def _fixed_noise(likelihood: Any, event_shape: torch.Size, noise: Tensor | None 
     if fixed.size(-1) != event_shape[-1]:
         came = f"noise= of {fixed.size(-1)}" if noise is not None else f"{fixed.size(-1)} stored noise variances"
         raise ValueError(
-            f"{type(likelihood).__name__} needs one noise variance a point: got {came} for a batch of {event_shape[-1]}. "
+            f"{type(likelihood).__name__} needs one noise variance per point: got {came} for a batch of {event_shape[-1]}. "
             "With mini-batches pass the batch's own, mll(model(x), y, noise=noise[rows])."
         )
     return fixed + likelihood.second_noise

@@ -25,6 +25,7 @@ import torch
 from gpytorch.variational import LMCVariationalStrategy, _VariationalDistribution
 from torch import Tensor
 
+from ..checks import same_values
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
 from ..recording import Before, Record, recorded_projections
@@ -53,39 +54,49 @@ class _Entry:
         self.distribution = distribution
         self.q: NaturalParameters | None = None
         self.written: tuple[Tensor, ...] = ()
+        self.versions: list[tuple[int, int]] = []
         self.probe: Tensor | None = None  # leading direction of a mean-field q's curvature
         self.previous: tuple[NaturalParameters, tuple[Tensor, ...]] | None = None
 
     def current(self) -> NaturalParameters:
         """The natural parameters, rebuilt if q(u) was changed by anybody else."""
         parameters = vector_and_matrix(self.distribution)
-        is_known = self.q is not None and all(map(_same, self.written, parameters))
+        is_known = self.q is not None and self._is_written(parameters)
         if not is_known:
             self.q, self.written = init_natural(self.distribution), _copies(parameters)
+            self.versions = _versions(parameters)
         assert self.q is not None
         return self.q
 
     def accept(self, q: NaturalParameters) -> None:
         assert self.q is not None
         self.previous = self.q, self.written
-        self.q, self.written = q, _copies(vector_and_matrix(self.distribution))
+        parameters = vector_and_matrix(self.distribution)
+        self.q, self.written, self.versions = q, _copies(parameters), _versions(parameters)
+
+    def _is_written(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are what was written last: by value, or by version where a value would have to be waited for."""
+        if _versions(parameters) == self.versions and parameters[0].device.type != "cpu":
+            return True
+        return all(map(same_values, self.written, (parameter.detach() for parameter in parameters)))
 
     @torch.no_grad()
     def undo(self) -> None:
         if self.previous is not None:
             self.q, self.written = self.previous
             self.previous = None
-            for parameter, value in zip(vector_and_matrix(self.distribution), self.written, strict=True):
+            parameters = vector_and_matrix(self.distribution)
+            for parameter, value in zip(parameters, self.written, strict=True):
                 parameter.copy_(value)
+            self.versions = _versions(parameters)
 
 
 def _copies(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
-def _same(known: Tensor, current: Tensor) -> bool:
-    current = current.detach()
-    return known.device == current.device and known.dtype == current.dtype and torch.equal(known, current)
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 class GaussianTargets(NamedTuple):

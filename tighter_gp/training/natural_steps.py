@@ -139,7 +139,9 @@ class NaturalStep:
     def _natural_size(self, batch: Batch, call: Call) -> float:
         is_full = self.batch_size >= self.problem.num_data
         if self.schedule is not None:
-            return self.recipe.natural_full if is_full else self.recipe.natural
+            factor = self.schedule(call.fraction)
+            end = self.recipe.natural_end
+            return self.recipe.natural_full if is_full else self.recipe.natural * (factor + end * (1 - factor))
         own = batch.y.shape[0] if batch.rows is None else len(batch.rows)
         share = min(1.0, own / (batch.weight * self.batch_size)) if self.batch_size else 1.0
         return self.recipe.natural_size(call.number, call.total, share, is_full)
