@@ -13,7 +13,19 @@ from .errors import UserError
 
 # An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`. `INTERRUPTED` says
 # what is left after Ctrl-C, with the names of flags in braces.
-EXPERIMENTS = ("demo", "snelson", "prediction", "uci", "mnist", "gplvm", "blocks", "speed", "report", "readme")
+EXPERIMENTS = (
+    "demo",
+    "snelson",
+    "prediction",
+    "uci",
+    "mnist",
+    "gplvm",
+    "blocks",
+    "speed",
+    "quality",
+    "report",
+    "readme",
+)
 _KEPT = "finished runs, and the state of one that trains, are kept in {out}; the same command with --resume continues"
 _EXTRAS = "pip install -e '.[benchmarks]'"
 

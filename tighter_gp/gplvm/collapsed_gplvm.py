@@ -46,7 +46,7 @@ class CollapsedBayesianGPLVM(Module):
     :param inducing_points: :math:`Z`, ``M x Q``.
     :param targets: :math:`Y`, ``N x P``; NaN marks a missing entry.
     :param likelihood: Default :class:`~gpytorch.likelihoods.GaussianLikelihood`; with ``batch_shape=torch.Size([P])`` one
-        noise an output.
+        noise per output.
     :param covar_module: Default ``ScaleKernel(RBFKernel(ard_num_dims=Q))``.
     :param mask: True where observed, ``N x P``.
     :param bound: ``"tighter"`` (TV-BGPLVM), ``"constant"`` (one scale per row) or ``"titsias"`` (V-BGPLVM).
