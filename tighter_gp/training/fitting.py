@@ -32,7 +32,7 @@ from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
-# Learning rate of Adam where it trains q(u) too.
+# Learning rate of Adam for q(u), and for parameters that are none of a GP.
 _ADAM_LR = 0.01
 
 
@@ -65,7 +65,11 @@ def fit(
     num_data: int | None = None,
     **kwargs: Any,
 ) -> History:
-    r"""Train a model: mini-batches and Adam for an approximate GP, L-BFGS on all data for a collapsed one.
+    r"""Train a model: natural gradients for q(u) and Adam for the rest on mini-batches, L-BFGS for a collapsed model.
+
+    With nothing else given the step sizes are those of :class:`~tighter_gp.training.recipe.Recipe`, chosen by experiment:
+    q(u) is moved first on each batch, in closed form, and the gradients of the rest are taken at the new q(u) with the same
+    projection.
 
     Batches are drawn by index on the device of the data. The order of the batches and every random number of a step
     are functions of ``seed`` and the step, so that on a CPU two runs give the same numbers, and so does a run that was
@@ -105,7 +109,8 @@ def fit(
     :param epochs: Passes over the data; default 100.
     :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
     :param batch_size: Points per step, over all processes; None for all.
-    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, else 0.01 for all.
+    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, and 0.01 for what is no
+        part of a GP, such as a network's weights; without natural gradients 0.01 for all.
     :param schedule: How it falls: ``"recipe"`` (with natural gradients constant, then linear to zero over the last half;
         else as a cosine), ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero, ``"constant"``, or
         a function of the fraction of the run done that returns a factor.
@@ -255,7 +260,7 @@ def _make_step(
             size = float(natural_gradients)
             recipe = recipe._replace(natural=size, natural_full=size)
         factor = None if schedule == "recipe" else make_schedule(schedule)
-        return NaturalStep(problem, recipe, factor, batch_size), settings
+        return NaturalStep(problem, recipe, factor, batch_size, _ADAM_LR if lr is None else lr), settings
     refuse_adam(problem.model)
     rates = {"all": _ADAM_LR if lr is None else lr}
 

@@ -29,9 +29,6 @@ from .problem import Problem
 from .recipe import Recipe
 from .steps import Call, Info, joined_gradients
 
-# Parameters that are none of a GP, such as a network's weights and tables of latents, get Adam's common rate.
-_OTHER_LR = 0.01
-
 
 def refusal(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
     """Why natural gradients cannot train a model, for a message; empty if they can."""
@@ -70,14 +67,21 @@ class NaturalStep:
     :param recipe: Step sizes.
     :param schedule: Factor on the learning rates as a function of the fraction done; default the recipe's own.
     :param batch_size: Points per step, over all processes.
+    :param other_lr: Learning rate of parameters that are none of a GP: a network's weights, tables of latents.
     """
 
     name = "natural"
 
     def __init__(
-        self, problem: Problem, recipe: Recipe, schedule: Callable[[float], float] | None, batch_size: int
+        self,
+        problem: Problem,
+        recipe: Recipe,
+        schedule: Callable[[float], float] | None,
+        batch_size: int,
+        other_lr: float,
     ) -> None:
-        self.problem, self.recipe, self.schedule, self.batch_size = problem, recipe, schedule, batch_size
+        self.problem, self.recipe, self.schedule = problem, recipe, schedule
+        self.batch_size, self.other_lr = batch_size, other_lr
         self.kinds = _kinds(problem)
 
     def init(self) -> NaturalState | None:
@@ -156,7 +160,7 @@ class NaturalStep:
         return lambda kind: inducing if kind == "inducing" else usual
 
     def _optimizers(self, sparse: set[str], spread: float) -> Optimizers:
-        rates = {"hyper": self.recipe.lr, "inducing": self.recipe.inducing_lr * spread, "other": _OTHER_LR}
+        rates = {"hyper": self.recipe.lr, "inducing": self.recipe.inducing_lr * spread, "other": self.other_lr}
         rest = {name: p for name, p in self.problem.parameters.items() if self.kinds[name] != "q"}
         return Optimizers(rest, sparse, self.kinds, rates)
 
