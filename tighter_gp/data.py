@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "check_kind", "first_parameter", "move", "num_rows", "row_dim"]
+__all__ = ["Rows", "check_kind", "first_parameter", "move", "num_rows", "reference", "row_dim"]
 
 # How many values of an array its fingerprint looks at.
 _SAMPLE = 4096
@@ -173,6 +174,20 @@ def first_parameter(*modules: torch.nn.Module) -> Tensor:
             if parameter.is_floating_point():
                 return parameter
     raise ValueError("The model has no parameters to train.")
+
+
+def reference(*modules: torch.nn.Module) -> Tensor:
+    """A floating point parameter or buffer whose dtype and device inputs should have; of the default kind if there is none.
+
+    Example:
+        >>> tighter_gp.data.reference(model, likelihood).device
+        device(type='cpu')
+    """
+    for module in modules:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor.is_floating_point():
+                return tensor
+    return torch.empty(0)
 
 
 def _tensor(values: np.ndarray) -> Tensor:
