@@ -15,9 +15,9 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP, ApproximateGP, ExactGP
 from torch import Tensor
 
-from ..checks import check_inputs, raise_if_not_finite
+from ..checks import check_dims, raise_if_not_finite
 from ..collapsed import CollapsedGP
-from ..data import Rows, reference
+from ..data import Rows, input_rows, reference
 from ..kernels import TighterInducingPointKernel
 from ..maths.linalg import full_precision
 from ..modes import chunks, temporary_mode
@@ -95,21 +95,25 @@ def predict(
     if last_term not in LAST_TERMS:
         raise ValueError(f"Unknown last_term {last_term!r}; choose {', '.join(map(repr, LAST_TERMS))}.")
     like = reference(model)
-    rows = Rows(x, like, is_input=True)
+    rows = input_rows(x, like)
     if not len(rows):
         raise ValueError("There are no test points.")
     inner, transform = unwrapped(model)
     with temporary_mode(model, False), full_precision(like.device.type):
         if last_term != "drop":
-            given = None if train_x is None else transform(Rows(train_x, like, is_input=True, name="train_x")[:])
+            given = None if train_x is None else transform(input_rows(train_x, like, "train_x")[:])
             variances = None if noise is None else Rows(noise, like, name="noise")[:]
             evaluate: Any = _WithLastTerm(inner, last_term, likelihood, given, variances, subset)
         else:
-            evaluate = _projected(inner) if is_ours(inner) else _Called(inner, num_samples)
+            evaluate = _Projected(inner) if is_ours(inner) else _Called(inner, num_samples)
+
+        num_dims = None if isinstance(evaluate, _Called) else evaluate.posterior.num_dims
 
         def parts() -> Iterator[tuple[slice, FunctionValues]]:
             for part in chunks(len(rows), batch_size):
                 inputs = transform(rows[part])
+                if num_dims is not None:
+                    check_dims(torch.Size([*rows.shape[:-1], inputs.size(-1)]), num_dims)
                 raise_if_not_finite(inputs)
                 yield part, evaluate(inputs)
 
@@ -150,15 +154,14 @@ def unwrapped(model: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
     return (inner if is_wrapper else model), transform
 
 
-def _projected(model: Any) -> Callable[[Tensor], FunctionValues]:
+class _Projected:
     """q(f) from the projection, with SVGP's conditional."""
-    posterior = posterior_of(model)
 
-    def evaluate(x: Tensor) -> FunctionValues:
-        check_inputs(x, posterior.num_dims)
-        return FunctionValues(*posterior.moments(posterior.projector(x)))
+    def __init__(self, model: Any) -> None:
+        self.posterior = posterior_of(model)
 
-    return evaluate
+    def __call__(self, x: Tensor) -> FunctionValues:
+        return FunctionValues(*self.posterior.moments(self.posterior.projector(x)))
 
 
 class _WithLastTerm:
@@ -187,7 +190,6 @@ class _WithLastTerm:
         self.counts, self.num_clamped = last_term == "diagonal", 0
 
     def __call__(self, x: Tensor) -> FunctionValues:
-        check_inputs(x, self.posterior.num_dims)
         points = self.posterior.projector(x)
         mean, variance = self.posterior.moments(points)
         residual = points.residual - self.last_term(x, points)

@@ -11,7 +11,7 @@ from gpytorch.models.deep_gps import DeepGP
 from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
-from ..data import Rows, num_rows, reference
+from ..data import Rows, input_rows, num_rows, reference
 from ..modes import chunks, temporary_mode
 from .distribution import PredictiveDistribution, check_arguments
 from .latent import predict
@@ -68,7 +68,7 @@ def predict_y(
     f = function_values(predict(model, x, batch_size=batch_size, num_samples=hidden_samples, seed=seed))
     given = {name: Rows(value, like, name=name) if np.ndim(value) else value for name, value in kwargs.items()}
     if is_gaussian(likelihood):
-        inputs = Rows(x, like, is_input=True)
+        inputs = input_rows(x, like)
 
         def noisy() -> Iterator[tuple[slice, FunctionValues]]:
             for rows in chunks(num_points, batch_size):
