@@ -24,6 +24,7 @@ from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
 from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened, whiten
+from .paths import register_paths
 
 
 class TighterStrategy(VariationalStrategy):
@@ -54,6 +55,11 @@ class TighterStrategy(VariationalStrategy):
         self._initialized_key: tuple = ()
         self._warned: set[str] = set()
         self._empty_caches()
+        register_paths(TighterStrategy)  # again in train: BoTorch may be loaded later
+
+    def train(self, mode: bool = True) -> TighterStrategy:
+        register_paths(TighterStrategy)
+        return super().train(mode)
 
     # -- caches -------------------------------------------------------------------------------------------------------
     # A cached value is used only for the very tensors it was computed from, compared by value in eval mode (GPyTorch's
