@@ -196,8 +196,8 @@ def _collapsed_bound(
         if isinstance(model, CollapsedGP):
             name, labels, projector = model.bound_name, None, model.projector(torch.float64)
         else:
-            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
             projector = exact_gp_projector(model, torch.float64)
+            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
         sums = gathered(projector, x, y, noise, likelihood, batch_size)
         mask = observed(likelihood, y, y.shape[-1:])
         seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)

@@ -244,7 +244,8 @@ class TighterStrategy(VariationalStrategy):
 
     def _project(self, x: Tensor, **kwargs: Any) -> tuple[tuple[Projector, PriorBlocks, Tensor], Tensor]:
         """The prior at ``x`` in blocks, and A without a graph."""
-        projector = self.projector(lower=self.training or not torch.is_grad_enabled())
+        is_once = (self.training or not torch.is_grad_enabled()) and not torch.jit.is_tracing()
+        projector = self.projector(lower=is_once)
         prior, chol = projector.factorized(x, **kwargs)
         return (projector, prior, chol), project(chol, prior.cross_covar.detach())
 
