@@ -207,7 +207,7 @@ def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None
             "gpytorch.settings.observation_nan_policy('fill')."
         )
     if values is not None:
-        check_labels(likelihood, torch.from_numpy(values))
+        check_labels(likelihood, values, "y")
 
 
 def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:
