@@ -81,8 +81,8 @@ def test_bad_inputs_raise(method):
         allocate(inputs(), 212)
     with pytest.raises(ValueError, match="between 1 and the 211 rows of x; got 0"):
         allocate(inputs(), 0)
-    with pytest.raises(ValueError, match=r"float64 of shape \(211,\). For one dimension use x.unsqueeze"):
-        allocate(inputs()[:, 0], 5)
+    with pytest.raises(ValueError, match=r"N x D or N; got float64 of shape \(1, 211, 3\)"):
+        allocate(inputs().unsqueeze(0), 5)
     with pytest.raises(ValueError, match="got int64 of shape"):
         allocate(torch.ones(9, 2, dtype=torch.long), 5)
     x = inputs()

@@ -120,8 +120,13 @@ def check_inputs(x: Tensor, num_dims: int) -> None:
     """Raise unless ``x`` can be inputs of a model on ``num_dims`` dimensions."""
     if not torch.is_tensor(x) or not x.is_floating_point():
         raise TypeError(f"Inputs must be a floating point tensor; got {getattr(x, 'dtype', type(x).__name__)}.")
-    if x.dim() < 2 or x.size(-1) != num_dims:
-        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(x.shape)}.")
+    check_dims(x.shape, num_dims)
+
+
+def check_dims(shape: torch.Size, num_dims: int) -> None:
+    """Raise unless inputs of this shape have ``num_dims`` dimensions."""
+    if len(shape) < 2 or shape[-1] != num_dims:
+        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(shape)}.")
 
 
 def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: str) -> None:

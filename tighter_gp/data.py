@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "check_kind", "first_parameter", "move", "num_rows", "row_dim"]
+__all__ = [
+    "Rows",
+    "as_tensor",
+    "check_kind",
+    "first_parameter",
+    "input_rows",
+    "move",
+    "num_rows",
+    "reference",
+    "row_dim",
+]
 
 # How many values of an array its fingerprint looks at.
 _SAMPLE = 4096
@@ -96,6 +107,8 @@ class Rows:
         return self._converted(values[(slice(None),) * self.dim + (rows,)])
 
     def _converted(self, values: Tensor) -> Tensor:
+        if values.dtype == torch.uint8 and not self.is_input:
+            return values.long()  # where 0 - 1 is not 255
         if isinstance(self.values, Tensor) and not self.is_input:
             return values  # a user's tensor of targets is taken as it is
         return values.to(self.like.dtype) if self.is_input or values.is_floating_point() else values
@@ -106,6 +119,41 @@ class Rows:
         sample = self.on_host(torch.arange(0, len(self), stride, device="cpu")).detach().cpu().double()
         shape = str(tuple(self.shape)).encode()
         return hashlib.sha256(shape + sample.contiguous().numpy().tobytes()).digest()
+
+
+def input_rows(x: Tensor | np.ndarray, like: Tensor, name: str = "x") -> Rows:
+    """Inputs for a model that is trained: tensors too take its precision.
+
+    :param x: A tensor or an array, ``... x N x D`` or ``N``.
+    :param like: Tensor whose dtype and device the batches have.
+    :param name: What they are called, for messages.
+
+    Example:
+        >>> tighter_gp.data.input_rows(torch.ones(5, dtype=torch.float64), torch.zeros(2)).shape
+        torch.Size([5, 1])
+    """
+    if isinstance(x, Tensor) and x.is_floating_point() and x.device == like.device:
+        x = x.to(like.dtype)
+    return Rows(x, like, is_input=True, name=name)
+
+
+def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y", *, is_input: bool = False) -> Tensor:
+    """All of some data as a tensor, floating point: arrays become like the model, tensors keep their precision.
+
+    :param values: A tensor or an array.
+    :param like: Tensor whose dtype and device an array takes.
+    :param name: What they are called, for messages.
+    :param is_input: Whether these are inputs, ``N x D`` or ``N``.
+
+    Example:
+        >>> tighter_gp.data.as_tensor(torch.arange(3).numpy(), torch.zeros(()), is_input=True).shape
+        torch.Size([3, 1])
+    """
+    if isinstance(values, Tensor):
+        found = values.unsqueeze(-1) if is_input and values.dim() == 1 else values
+    else:
+        found = Rows(values, like, is_input=is_input, name=name)[:]
+    return found if found.is_floating_point() else found.to(like.dtype)
 
 
 def check_kind(name: str, value: Any) -> None:
@@ -173,6 +221,20 @@ def first_parameter(*modules: torch.nn.Module) -> Tensor:
             if parameter.is_floating_point():
                 return parameter
     raise ValueError("The model has no parameters to train.")
+
+
+def reference(*modules: torch.nn.Module) -> Tensor:
+    """A floating point parameter or buffer whose dtype and device inputs should have; of the default kind if there is none.
+
+    Example:
+        >>> tighter_gp.data.reference(model, likelihood).device
+        device(type='cpu')
+    """
+    for module in modules:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor.is_floating_point():
+                return tensor
+    return torch.empty(0)
 
 
 def _tensor(values: np.ndarray) -> Tensor:

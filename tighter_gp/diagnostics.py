@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from .arguments import check_arguments
 from .checks import check_device
 from .conditionals.blocks import partition
+from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .full_data import evaluate_bound
 from .likelihoods.properties import gaussian_noise
 from .maths.bounds import (
@@ -176,8 +179,8 @@ class Diagnosis:
 def diagnose(
     model: ApproximateGP | ExactGP,
     likelihood: Likelihood,
-    x: Tensor,
-    y: Tensor,
+    x: Tensor | np.ndarray,
+    y: Tensor | np.ndarray,
     *,
     blocks: Tensor | int | None = None,
     max_exact: int = 2000,
@@ -192,8 +195,9 @@ def diagnose(
     :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
         :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
     :param likelihood: A Gaussian likelihood.
-    :param x: Training inputs, ``N x D``.
-    :param y: Training targets, ``N``.
+    :param x: Training inputs, ``N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only a chunk is
+        in memory at a time.
+    :param y: Training targets, ``N``; a tensor or an array.
     :param blocks: For :math:`F_B`: the block of each point, integers of shape ``N``, or a number of blocks to make with
         :func:`~tighter_gp.blocks.partition`. Default: the model's own, if it has any.
     :param max_exact: :math:`F_8` and the evidence itself are computed for at most this many points.
@@ -208,35 +212,41 @@ def diagnose(
         'Of the ... nats per point between the standard bound and the evidence, the tighter bound closes ...'
     """
     require_gaussian(likelihood, "diagnose")
-    x = x.unsqueeze(-1) if x.dim() == 1 else x
-    if y.dim() != 1 or x.shape[:-1] != y.shape:
+    like = reference(model, likelihood)
+    inputs, y, given = input_rows(x, like), as_tensor(y, like), dict(kwargs)
+    check_arguments(kwargs, likelihood, function=diagnose)
+    for name, value in kwargs.items():
+        check_kind(name, value)
+        given[name] = as_tensor(value, like, name)
+    if y.dim() != 1 or inputs.shape[:-1] != y.shape:
         raise ValueError(
-            f"diagnose looks at one single-output model: x N x D and y N; got {tuple(x.shape)} and {tuple(y.shape)}."
+            f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
         )
     if not bool(torch.isfinite(y).all()):
         raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
     device = next(model.parameters()).device
     check_device(y, device, "Targets are")
     check_device(likelihood, device, "The likelihood is")
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
-    with temporary_mode(model, False), full_precision(x.device.type):
+    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **given).expand_as(y).double()
+    with temporary_mode(model, False), full_precision(y.device.type):
         posterior = posterior_of(model, torch.float64)
         projector = posterior.projector
-        batch_shape = projector(x[:1]).matrix.shape[:-2] or posterior.q.mean.shape[:-1]
+        batch_shape = projector(inputs[:1]).matrix.shape[:-2] or posterior.q.mean.shape[:-1]
         if batch_shape:
             raise ValueError(f"diagnose looks at one model at a time; this is a batch of {tuple(batch_shape)}.")
-        base, upper, residual, misfit = _collapsed(posterior, likelihood, x, y, noise, batch_size)
-        labels = _labels(posterior, x, blocks)
-        block = None if labels is None else base - _block_penalty(posterior, x, noise, labels)
+        base, upper, residual, misfit = _collapsed(posterior, likelihood, inputs, y, noise, batch_size)
+        labels = _labels(posterior, inputs, blocks)
+        block = None if labels is None else base - _block_penalty(posterior, inputs, noise, labels)
         full = evidence = None
         if len(y) <= max_exact:
-            points = projector(x)
-            projection, covariance = points.matrix, projector.covariance(x, x)
+            every = inputs[:]
+            points = projector(every)
+            projection, covariance = points.matrix, projector.covariance(every, every)
             full = base - full_penalty(covariance - projection.mT @ projection, noise)
             evidence = exact_log_evidence(covariance, (y - points.mean).double(), noise)
     current = None
     if posterior.strategy is not None:
-        current = evaluate_bound(model, likelihood, x, y, batch_size, **kwargs)
+        current = evaluate_bound(model, likelihood, inputs.values, y, batch_size, **given)
     ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())
     return Diagnosis(
         num_data=len(y),
@@ -260,7 +270,7 @@ def diagnose(
 
 
 def _collapsed(
-    posterior: Posterior, likelihood: Any, x: Tensor, y: Tensor, noise: Tensor, batch_size: int
+    posterior: Posterior, likelihood: Any, x: Rows, y: Tensor, noise: Tensor, batch_size: int
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     r"""The log density under the explained prior, an upper bound on the evidence, :math:`d_n`, and the relative error.
 
@@ -281,9 +291,9 @@ def _collapsed(
     return base, upper, residual, (squares[0] / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().item()
 
 
-def _labels(posterior: Posterior, x: Tensor, blocks: Tensor | int | None) -> Tensor | None:
+def _labels(posterior: Posterior, x: Rows, blocks: Tensor | int | None) -> Tensor | None:
     if isinstance(blocks, int):
-        return partition(x, blocks)
+        return partition(x[:], blocks)
     if blocks is None:
         blocks = posterior.labels
         if blocks is None or len(blocks) != len(x):
@@ -296,12 +306,13 @@ def _labels(posterior: Posterior, x: Tensor, blocks: Tensor | int | None) -> Ten
     return blocks
 
 
-def _block_penalty(posterior: Posterior, x: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+def _block_penalty(posterior: Posterior, x: Rows, noise: Tensor, labels: Tensor) -> Tensor:
     order, sizes = labels.argsort(), labels.unique(return_counts=True)[1]
     penalty = torch.zeros_like(noise[0])
     for rows in order.split(sizes.tolist()):
-        projection = posterior.projector(x[rows]).matrix
-        covariance = posterior.projector.residual_covariance(x[rows], x[rows], projection, projection)
+        inputs = x[rows]
+        projection = posterior.projector(inputs).matrix
+        covariance = posterior.projector.residual_covariance(inputs, inputs, projection, projection)
         penalty = penalty + full_penalty(covariance, noise[rows])
     return penalty
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from .checks import check_device, check_inputs
+from .arguments import argument_names, check_arguments
+from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
 from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
+from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
+from .labels import check_labels
 from .likelihoods.properties import gaussian_noise, observed
 from .maths.bounds import PENALTIES, block_penalty, full_penalty
 from .maths.collapsed import collapsed_log_prob
@@ -31,11 +36,11 @@ from .strategies import TighterStrategy
 def evaluate_bound(
     model: ApproximateGP | ExactGP,
     likelihood: Likelihood,
-    x: Tensor,
-    y: Tensor,
+    x: Tensor | np.ndarray | None,
+    y: Tensor | np.ndarray,
     batch_size: int = 1024,
     *,
-    objective: type[TighterELBO] | type[VariationalELBO] = TighterELBO,
+    objective: Callable[..., Any] = TighterELBO,
     **kwargs: Any,
 ) -> Tensor:
     r"""The bound on the log evidence of a whole data set: a sum over the data, not divided by :math:`N`.
@@ -46,31 +51,41 @@ def evaluate_bound(
     :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
         :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
     :param likelihood: The likelihood.
-    :param x: All training inputs, ``... x N x D``.
-    :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks).
+    :param x: All training inputs, ``... x N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only
+        a chunk is in memory at a time. None for a latent-variable model, whose inputs are its own; its bound is an
+        estimate, with draws from torch's global random state.
+    :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks); a tensor or an array.
     :param batch_size: Points per chunk; the result does not depend on it.
     :param objective: :class:`TighterELBO`, or :class:`~gpytorch.mlls.VariationalELBO` for the standard bound at the
         same parameters (``conditional="optimal"`` only).
-    :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data.
+    :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data. For a latent-variable
+        model also ``num_samples=`` and ``mask=``.
     :return: Shape of the batch of models.
+    :raises TypeError: For an argument that nobody uses.
 
     Example:
         >>> bound = tighter_gp.evaluate_bound(model, likelihood, train_x, train_y)
         >>> bool(bound < 0)
         True
     """
-    if isinstance(model, ExactGP) and not any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
+    if x is None:
+        return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
+    like = reference(model, likelihood)
+    rows_of_x = input_rows(x, like)
+    num_data, kwargs = len(rows_of_x), _per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
+    if isinstance(model, (ExactGP, CollapsedGP)):
+        y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
+        if isinstance(model, CollapsedGP) or any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
+            return _collapsed_bound(model, likelihood, rows_of_x, y, batch_size, **noise)
         # GPyTorch's own SGPR, and an exact GP, whose bound is the evidence.
         with temporary_mode(model, True), temporary_mode(likelihood, True):
-            log_prob = likelihood(model(x), **kwargs).log_prob(y)
+            log_prob = likelihood(model(rows_of_x[:]), **noise).log_prob(y)
             return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
-    if isinstance(model, (ExactGP, CollapsedGP)):
-        return _collapsed_bound(model, likelihood, x, y, batch_size, **kwargs)
-    num_data = x.size(-2)
     if num_data not in y.shape[-2:]:
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
+    rows_of_y = Rows(y, like, dim=_point_dim(y.shape, num_data, model), name="y")
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
-        kwargs["noise"] = likelihood.noise_covar.noise
+        kwargs["noise"] = Rows(likelihood.noise_covar.noise, like, name="noise")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
         mll = objective(likelihood, model, num_data, combine_terms=False)
@@ -83,24 +98,56 @@ def evaluate_bound(
         for strategy in strategies:
             strategy.training = True
         for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):
-            batch = x[..., rows, :]
-            call = {"index": torch.arange(num_data, device=x.device)[rows]} if needs_index else {}
-            sliced = {name: value[..., rows] for name, value in kwargs.items()}
-            terms = mll(model(batch, **call), _slice_targets(y, rows, num_data, model), **sliced)
+            batch, targets = rows_of_x[rows], rows_of_y[rows]
+            check_labels(likelihood, targets)
+            call = {"index": torch.arange(num_data, device=like.device)[rows]} if needs_index else {}
+            terms = mll(model(batch, **call), targets, **{name: value[rows] for name, value in kwargs.items()})
             log_likelihood, kl_divergence, _, *rest = terms
             added_loss, conditional = (*rest, 0.0, 0.0)[:2]
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
     return data_terms - num_data * kl_divergence
 
 
-def _slice_targets(y: Tensor, rows: slice | Tensor, num_data: int, model: Any) -> Tensor:
-    several_tasks = hasattr(model.variational_strategy, "num_tasks") or y.size(-1) != num_data
-    return y[..., rows, :] if several_tasks and y.dim() > 1 and y.size(-2) == num_data else y[..., rows]
+def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
+    """The dimension of targets that counts the points, from the end."""
+    several_tasks = hasattr(getattr(model, "variational_strategy", None), "num_tasks") or shape[-1] != num_data
+    return -2 if several_tasks and len(shape) > 1 and shape[-2] == num_data else -1
+
+
+def _per_point(
+    kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor, function: Callable[..., Any]
+) -> dict[str, Rows]:
+    """Per-point arguments of a likelihood, or a clear error."""
+    check_arguments(kwargs, likelihood, function=function)
+    for name, value in kwargs.items():
+        check_kind(name, value)
+        if tuple(value.shape[-1:]) != (num_data,):
+            raise ValueError(f"{name}= must have one value per point, ... x {num_data}; got {tuple(value.shape)}.")
+    return {name: Rows(value, like, name=name) for name, value in kwargs.items()}
+
+
+def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objective: Any, **kwargs: Any) -> Tensor:
+    """The bound of a model that has its inputs itself."""
+    if not hasattr(model, "objective"):
+        raise TypeError(f"{type(model).__name__} needs inputs; x=None is for a latent-variable model.")
+    allowed = {*argument_names(likelihood), "mask", "num_samples"}
+    check_arguments(kwargs, likelihood, function=evaluate_bound, allowed=allowed)
+    if issubclass(objective, (TighterELBO, VariationalELBO)):
+        chosen = None if objective is TighterELBO else objective
+        mll = model.objective(len(y), likelihood=likelihood, objective=chosen)
+    else:
+        mll = objective(likelihood, model, len(y))
+    return len(y) * mll.evaluate(y, batch_size=batch_size, **kwargs)
 
 
 @torch.no_grad()
 def set_optimal_q(
-    model: ApproximateGP, likelihood: Likelihood, x: Tensor, y: Tensor, batch_size: int = 1024, **kwargs: Any
+    model: ApproximateGP,
+    likelihood: Likelihood,
+    x: Tensor | np.ndarray,
+    y: Tensor | np.ndarray,
+    batch_size: int = 1024,
+    **kwargs: Any,
 ) -> None:
     r"""Put q(u) at its closed-form optimum for Gaussian noise and the current hyperparameters.
 
@@ -109,8 +156,9 @@ def set_optimal_q(
 
     :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package.
     :param likelihood: A Gaussian likelihood.
-    :param x: All training inputs, ``... x N x D``.
-    :param y: All training targets, ``... x N``.
+    :param x: All training inputs, ``... x N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only
+        a chunk is in memory at a time.
+    :param y: All training targets, ``... x N``; a tensor or an array.
     :param batch_size: Points per chunk.
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
 
@@ -122,43 +170,45 @@ def set_optimal_q(
     """
     require_gaussian(likelihood, "set_optimal_q")
     strategy = tighter_strategy(model)
-    check_inputs(x, strategy.inducing_points.size(-1))
-    if y.shape[-1:] != x.shape[-2:-1]:
-        raise ValueError(f"Targets must have shape ... x {x.size(-2)}, one for each row of x; got {tuple(y.shape)}.")
-    _check_devices(strategy.inducing_points, x, y, likelihood)
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
-    with temporary_mode(model, False), full_precision(x.device.type):
-        sums = gathered(strategy.projector(), x, y, noise, likelihood, batch_size)
+    like = reference(model, likelihood)
+    rows_of_x, y = input_rows(x, like), as_tensor(y, like)
+    check_dims(rows_of_x.shape, strategy.inducing_points.size(-1))
+    if y.shape[-1:] != (len(rows_of_x),):
+        raise ValueError(
+            f"Targets must have shape ... x {len(rows_of_x)}, one for each row of x; got {tuple(y.shape)}."
+        )
+    check_device(y, like.device, "Targets are")
+    check_device(likelihood, like.device, "The likelihood is")
+    given = _per_point(kwargs, likelihood, len(rows_of_x), like, set_optimal_q)
+    variances = {name: value[:] for name, value in given.items()}
+    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **variances).expand_as(y)
+    with temporary_mode(model, False), full_precision(like.device.type):
+        sums = gathered(strategy.projector(), rows_of_x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)
 
 
-def _check_devices(like: Tensor, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-    check_device(x, like.device, "Inputs are")
-    check_device(y, like.device, "Targets are")
-    check_device(likelihood, like.device, "The likelihood is")
-
-
 def _collapsed_bound(
-    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Tensor, y: Tensor, batch_size: int, **kwargs: Any
+    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Rows, y: Tensor, batch_size: int, **kwargs: Any
 ) -> Tensor:
     """The bound of a collapsed model at any data, missing targets left out."""
     require_gaussian(likelihood, "A collapsed bound")
-    x = x.unsqueeze(-1) if x.dim() == 1 else x
-    _check_devices(next(model.parameters()), x, y, likelihood)
+    device = next(model.parameters()).device
+    check_device(y, device, "Targets are")
+    check_device(likelihood, device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
-    with temporary_mode(model, False), full_precision(x.device.type):
+    with temporary_mode(model, False), full_precision(y.device.type):
         if isinstance(model, CollapsedGP):
             name, labels, projector = model.bound_name, None, model.projector(torch.float64)
         else:
-            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
             projector = exact_gp_projector(model, torch.float64)
+            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
         sums = gathered(projector, x, y, noise, likelihood, batch_size)
         mask = observed(likelihood, y, y.shape[-1:])
         seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)
         noise = noise.double()
         core, misfit = sums.collapse(), torch.zeros_like(noise[..., 0])
-        for rows in chunks(x.size(-2), batch_size):
-            points = projector(x[..., rows, :])
+        for rows in chunks(len(x), batch_size):
+            points = projector(x[rows])
             left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
             misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
@@ -170,18 +220,19 @@ def _collapsed_bound(
 
 
 def _price(
-    projector: Projector, name: str, labels: Tensor | None, x: Tensor, residual: Tensor, noise: Tensor, seen: Tensor
+    projector: Projector, name: str, labels: Tensor | None, x: Rows, residual: Tensor, noise: Tensor, seen: Tensor
 ) -> Tensor:
     if name in PENALTIES and bool(seen.all()):
         return PENALTIES[name](residual, noise)
     if seen.dim() > 1 and not bool(seen.all()):
         raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
-    rows = seen.nonzero().squeeze(-1) if seen.dim() == 1 else torch.arange(x.size(-2), device=x.device)
-    x, residual, noise = x[..., rows, :], residual[..., rows], noise[..., rows]
+    rows = seen.nonzero().squeeze(-1) if seen.dim() == 1 else torch.arange(len(x), device=seen.device)
+    residual, noise = residual[..., rows], noise[..., rows]
     if name in PENALTIES:
         return PENALTIES[name](residual, noise)
-    matrix = projector(x).matrix
-    covariance = projector.residual_covariance(x, x, matrix, matrix)
+    inputs = x[rows]
+    matrix = projector(inputs).matrix
+    covariance = projector.residual_covariance(inputs, inputs, matrix, matrix)
     if name == "full":
         return full_penalty(covariance, noise)
     assert labels is not None

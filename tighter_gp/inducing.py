@@ -1,24 +1,32 @@
 r"""Where to put inducing points, and a lengthscale to start from.
 
 Everything is seeded with its own generator, leaves the global one alone, stays on the device and in the dtype of ``x``
-and walks over the data in chunks: with :math:`N` points no array is larger than :math:`N \times D` (``"kmeans"``,
-``"random"``) or :math:`N \times M` (``"greedy"``).
+and walks over the data in chunks: with :math:`N` points no array is larger than :math:`N` (``"kmeans"``, ``"random"``) or
+:math:`N \times M` (``"greedy"``). Inputs are tensors or numpy arrays, perhaps memory-mapped, ``N x D`` or ``N``. Of an array
+only a chunk is in memory at a time, in the default dtype of torch, or that of the kernel.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
+
+from .data import Rows, reference
+from .modes import chunks
+
+Inputs = Tensor | np.ndarray
 
 METHODS = ("kmeans", "greedy", "random")
 
 
 def allocate(
-    x: Tensor,
+    x: Inputs,
     num_points: int,
     method: Any = "kmeans",
     *,
@@ -66,8 +74,8 @@ def _needed(kernel: Kernel | None, what: str) -> Kernel:
 
 
 @torch.no_grad()
-def _from_allocator(x: Tensor, num_points: int, allocator: Any, kernel: Kernel) -> Tensor:
-    _check(x, num_points)
+def _from_allocator(data: Inputs, num_points: int, allocator: Any, kernel: Kernel) -> Tensor:
+    x = _checked(data, num_points, kernel)[:]
     points = allocator.allocate_inducing_points(
         inputs=x, covar_module=kernel, num_inducing=num_points, input_batch_shape=x.shape[:-2]
     )
@@ -87,7 +95,7 @@ def _from_allocator(x: Tensor, num_points: int, allocator: Any, kernel: Kernel) 
 
 
 @torch.no_grad()
-def random_subset(x: Tensor, num_points: int, *, seed: int = 0) -> Tensor:
+def random_subset(x: Inputs, num_points: int, *, seed: int = 0) -> Tensor:
     """Distinct rows of ``x``, drawn at random.
 
     :param x: Training inputs, ``N x D``.
@@ -99,13 +107,13 @@ def random_subset(x: Tensor, num_points: int, *, seed: int = 0) -> Tensor:
         >>> tighter_gp.inducing.random_subset(torch.rand(100, 2), 10).shape
         torch.Size([10, 2])
     """
-    _check(x, num_points)
-    return _distinct_rows(x, _permutation(x, seed), num_points)
+    rows = _checked(x, num_points)
+    return _distinct_rows(rows, _permutation(rows, seed), num_points)
 
 
 @torch.no_grad()
 def kmeans(
-    x: Tensor, num_points: int, *, seed: int = 0, chunk_size: int = 8192, max_iter: int = 50, tol: float = 1e-4
+    x: Inputs, num_points: int, *, seed: int = 0, chunk_size: int = 8192, max_iter: int = 50, tol: float = 1e-4
 ) -> Tensor:
     r"""Centres of k-means cells: k-means++ seeding, then Lloyd's iterations.
 
@@ -124,12 +132,12 @@ def kmeans(
         >>> tighter_gp.inducing.kmeans(torch.rand(1000, 3), 20, seed=1).shape
         torch.Size([20, 3])
     """
-    _check(x, num_points)
-    return _lloyd(x, _plus_plus(x, num_points, seed, chunk_size), chunk_size, max_iter, tol)
+    rows = _checked(x, num_points)
+    return _lloyd(rows, _plus_plus(rows, num_points, seed, chunk_size), chunk_size, max_iter, tol)
 
 
 @torch.no_grad()
-def nearest(x: Tensor, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
+def nearest(x: Inputs, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
     """The row of ``points`` nearest to each row of ``x``, such as its k-means cell.
 
     :param x: ``N x D``.
@@ -142,13 +150,11 @@ def nearest(x: Tensor, points: Tensor, *, chunk_size: int = 8192) -> Tensor:
         >>> tighter_gp.inducing.nearest(torch.tensor([[0.1], [0.9], [0.2]]), points)
         tensor([0, 1, 0])
     """
-    centre = x.mean(-2)
-    points = points - centre
-    return torch.cat([_cells(chunk - centre, points) for chunk in x.split(chunk_size)])
+    return _nearest(Rows(x, points, is_input=True), points, chunk_size)
 
 
 @torch.no_grad()
-def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0, chunk_size: int = 65536) -> Tensor:
+def greedy_variance(x: Inputs, num_points: int, kernel: Kernel, *, seed: int = 0, chunk_size: int = 65536) -> Tensor:
     r"""The training inputs where the inducing points before them leave the most variance.
 
     .. math:: z_{j+1} = \operatorname*{argmax}_{x_n} d_n, \qquad d_n = k_{nn} - k_{nZ} K_{ZZ}^{-1} k_{Zn}
@@ -171,8 +177,8 @@ def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0
         >>> tighter_gp.inducing.greedy_variance(torch.rand(100, 2), 10, kernel).shape
         torch.Size([10, 2])
     """
-    _check(x, num_points)
-    residual = torch.cat([kernel(chunk, diag=True) for chunk in x.split(chunk_size)], -1)  # d_n, N
+    rows = _checked(x, num_points, kernel)
+    residual = torch.cat([kernel(chunk, diag=True) for chunk in _parts(rows, chunk_size)], -1)  # d_n, N
     if residual.dim() != 1:
         raise ValueError(
             f"greedy_variance places points for one kernel; got one of batch shape {tuple(residual.shape[:-1])}. "
@@ -180,19 +186,20 @@ def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0
         )
     rounding = 10 * torch.finfo(residual.dtype).eps * residual.max()
     ties = (residual == residual.max()).nonzero().squeeze(-1)
-    pivot = ties[torch.randint(len(ties), (), generator=_generator(x, seed), device=x.device)]
+    pivot = ties[torch.randint(len(ties), (), generator=_generator(rows, seed), device=residual.device)]
     chosen: list[Tensor] = []
-    factor = residual.new_empty(num_points, x.size(0))  # the rows of A given the points so far
+    factor = residual.new_empty(num_points, len(rows))  # the rows of A given the points so far
     while len(chosen) < num_points and residual[pivot] > rounding:
         known = factor[: len(chosen)]
-        column = torch.cat([kernel(chunk, x[pivot, None]).to_dense().squeeze(-1) for chunk in x.split(chunk_size)])
+        point = rows[pivot.unsqueeze(0)]
+        column = torch.cat([kernel(chunk, point).to_dense().squeeze(-1) for chunk in _parts(rows, chunk_size)])
         row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()
         factor[len(chosen)] = row
         chosen.append(pivot)
         residual = (residual - row.square()).clamp_min(0.0)
         residual[pivot] = 0.0
         pivot = residual.argmax()
-    points = _distinct_rows(x, torch.cat([torch.stack(chosen), _permutation(x, seed)]), num_points)
+    points = _distinct_rows(rows, torch.cat([torch.stack(chosen), _permutation(rows, seed)]), num_points)
     if len(chosen) < num_points:
         warnings.warn(
             f"{len(chosen)} inducing points explain all of x up to rounding in "
@@ -210,7 +217,7 @@ def greedy_variance(x: Tensor, num_points: int, kernel: Kernel, *, seed: int = 0
 
 
 @torch.no_grad()
-def median_lengthscale(x: Tensor, *, seed: int = 0, max_points: int = 1000) -> Tensor:
+def median_lengthscale(x: Inputs, *, seed: int = 0, max_points: int = 1000) -> Tensor:
     """The median distance between inputs, a lengthscale to start from.
 
     :param x: Training inputs, ``N x D``, each dimension scaled alike.
@@ -224,11 +231,13 @@ def median_lengthscale(x: Tensor, *, seed: int = 0, max_points: int = 1000) -> T
         >>> kernel.lengthscale.item()
         2.0
     """
-    _check(x, 1)
-    distances = torch.nn.functional.pdist(x[_permutation(x, seed)[:max_points]])
+    rows = _checked(x, 1)
+    distances = torch.nn.functional.pdist(rows[_permutation(rows, seed)[:max_points]])
     distances = distances[distances > 0]
     if not len(distances):
-        raise ValueError(f"All {min(len(x), max_points)} inputs looked at are equal, so there is no distance to take.")
+        raise ValueError(
+            f"All {min(len(rows), max_points)} inputs looked at are equal, so there is no distance to take."
+        )
     return distances.median()
 
 
@@ -256,26 +265,27 @@ def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _plus_plus(x: Tensor, num_points: int, seed: int, chunk_size: int) -> Tensor:
+def _plus_plus(x: Rows, num_points: int, seed: int, chunk_size: int) -> Tensor:
     """k-means++ seeds: each row drawn with probability proportional to its squared distance from those before."""
     generator = _generator(x, seed)
-    rows = max(1, chunk_size * num_points // x.size(-1))  # as many numbers per chunk as in an iteration
-    chosen = [x[torch.randint(len(x), (), generator=generator, device=x.device)]]
-    distance = torch.full_like(x[:, 0], torch.inf)  # squared, to the nearest seed
+    rows = max(1, chunk_size * num_points // x.shape[-1])  # as many numbers per chunk as in an iteration
+    device = x.like.device
+    chosen = [x[torch.randint(len(x), (1,), generator=generator, device=device)][0]]
+    distance = chosen[0].new_full((len(x),), torch.inf)  # squared, to the nearest seed
     while len(chosen) < num_points:
         _lower(distance, x, chosen[-1], rows)
         mass = distance.cumsum(0, dtype=torch.float64)
         if not mass[-1] > 0:
             _raise_too_few(len(chosen), num_points)
-        draw = mass[-1] * torch.rand((), generator=generator, device=x.device, dtype=torch.float64)
+        draw = mass[-1] * torch.rand((), generator=generator, device=device, dtype=torch.float64)
         index = torch.searchsorted(mass, draw, right=True).clamp_max(len(x) - 1)
-        chosen.append(x[index])
+        chosen.append(x[index.unsqueeze(0)][0])
     return torch.stack(chosen)
 
 
-def _lower(distance: Tensor, x: Tensor, point: Tensor, rows: int) -> None:
+def _lower(distance: Tensor, x: Rows, point: Tensor, rows: int) -> None:
     """Take one more point into the squared distances, in place; exactly zero at equal rows."""
-    for chunk, part in zip(x.split(rows), distance.split(rows), strict=True):
+    for chunk, part in zip(_parts(x, rows), distance.split(rows), strict=True):
         torch.minimum(part, (chunk - point).square_().sum(-1), out=part)
 
 
@@ -284,14 +294,14 @@ def _cells(x: Tensor, points: Tensor) -> Tensor:
     return torch.addmm(points.square().sum(-1), x, points.mT, alpha=-2).argmin(-1)
 
 
-def _lloyd(x: Tensor, points: Tensor, chunk_size: int, max_iter: int, tol: float) -> Tensor:
+def _lloyd(x: Rows, points: Tensor, chunk_size: int, max_iter: int, tol: float) -> Tensor:
     """Move each point to the mean of its cell until they rest. Centred, so that squares do not cancel."""
-    centre = x.mean(-2)
-    smallest_move = tol**2 * (x.var(-2).sum() if len(x) > 1 else 0.0)
+    centre, variance = _moments(x, chunk_size)
+    smallest_move = tol**2 * variance.sum()
     for _ in range(max_iter):
         sums, counts = torch.zeros_like(points), torch.zeros_like(points[:, 0])
-        for chunk in x.split(chunk_size):
-            chunk = chunk - centre
+        for part in _parts(x, chunk_size):
+            chunk = part - centre
             cells = _cells(chunk, points - centre)
             sums.index_add_(0, cells, chunk)
             counts.index_add_(0, cells, torch.ones_like(chunk[:, 0]))
@@ -303,16 +313,16 @@ def _lloyd(x: Tensor, points: Tensor, chunk_size: int, max_iter: int, tol: float
     return points
 
 
-def _reseed(points: Tensor, empty: Tensor, x: Tensor, chunk_size: int) -> None:
+def _reseed(points: Tensor, empty: Tensor, x: Rows, chunk_size: int) -> None:
     """Put the points of empty cells, in place, at the rows farthest from all others."""
     if not empty.any():
         return
     kept = points[~empty]
-    cells = nearest(x, kept, chunk_size=chunk_size)
-    pairs = zip(x.split(chunk_size), cells.split(chunk_size), strict=True)
+    cells = _nearest(x, kept, chunk_size)
+    pairs = zip(_parts(x, chunk_size), cells.split(chunk_size), strict=True)
     distance = torch.cat([(chunk - kept[own]).square_().sum(-1) for chunk, own in pairs])
     for index in empty.nonzero().squeeze(-1):
-        points[index] = x[distance.argmax()]
+        points[index] = x[distance.argmax().unsqueeze(0)][0]
         _lower(distance, x, points[index], chunk_size)
 
 
@@ -321,37 +331,61 @@ def _reseed(points: Tensor, empty: Tensor, x: Tensor, chunk_size: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, num_points: int) -> None:
-    if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() != 2:
-        got = (
-            f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
-            if torch.is_tensor(x)
-            else type(x).__name__
-        )
-        raise ValueError(f"x must be a floating point tensor N x D; got {got}. For one dimension use x.unsqueeze(-1).")
-    if not 1 <= num_points <= len(x):
-        raise ValueError(f"num_points must lie between 1 and the {len(x)} rows of x; got {num_points}.")
-    if not bool(torch.isfinite(x).all()):
-        bad = int((~torch.isfinite(x)).any(-1).sum())
-        raise ValueError(f"x holds NaN or infinity in {bad} of {len(x)} rows; drop or impute them.")
+def _checked(x: Inputs, num_points: int, kernel: Kernel | None = None) -> Rows:
+    """Inputs that points can be chosen from, looked at a chunk at a time."""
+    is_known = (isinstance(x, Tensor) and x.is_floating_point()) or isinstance(x, np.ndarray)
+    if not is_known or x.ndim not in (1, 2):
+        got = type(x).__name__
+        if isinstance(x, Tensor):
+            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+        raise ValueError(f"x must be a floating point tensor or an array of numbers, N x D or N; got {got}.")
+    like = x if isinstance(x, Tensor) else torch.empty(0) if kernel is None else reference(kernel)
+    rows = Rows(x, like, is_input=True)
+    if not 1 <= num_points <= len(rows):
+        raise ValueError(f"num_points must lie between 1 and the {len(rows)} rows of x; got {num_points}.")
+    bad = sum(int((~torch.isfinite(chunk)).any(-1).sum()) for chunk in _parts(rows, 2**16))
+    if bad:
+        raise ValueError(f"x holds NaN or infinity in {bad} of {len(rows)} rows; drop or impute them.")
+    return rows
 
 
-def _generator(x: Tensor, seed: int) -> torch.Generator:
-    return torch.Generator(device=x.device).manual_seed(seed)
+def _parts(x: Rows, chunk_size: int) -> Iterator[Tensor]:
+    return (x[rows] for rows in chunks(len(x), chunk_size))
 
 
-def _permutation(x: Tensor, seed: int) -> Tensor:
-    return torch.randperm(len(x), generator=_generator(x, seed), device=x.device)
+def _moments(x: Rows, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each dimension, ``D``; of one point the variance is zero."""
+    first = x[:1]
+    total = torch.zeros_like(first[0], dtype=torch.float64)
+    for part in _parts(x, chunk_size):
+        total += part.double().sum(-2)
+    mean, squares = total / len(x), torch.zeros_like(total)
+    for part in _parts(x, chunk_size):
+        squares += (part.double() - mean).square().sum(-2)
+    return mean.to(first.dtype), (squares / max(1, len(x) - 1)).to(first.dtype)
 
 
-def _distinct_rows(x: Tensor, order: Tensor, num_points: int) -> Tensor:
+def _nearest(x: Rows, points: Tensor, chunk_size: int) -> Tensor:
+    centre = points.mean(-2)
+    return torch.cat([_cells(part - centre, points - centre) for part in _parts(x, chunk_size)])
+
+
+def _generator(x: Rows, seed: int) -> torch.Generator:
+    return torch.Generator(device=x.like.device).manual_seed(seed)
+
+
+def _permutation(x: Rows, seed: int) -> Tensor:
+    return torch.randperm(len(x), generator=_generator(x, seed), device=x.like.device)
+
+
+def _distinct_rows(x: Rows, order: Tensor, num_points: int) -> Tensor:
     """The first ``num_points`` different rows of ``x`` met in this order."""
     looked_at = num_points
     while True:
         rows = x[order[:looked_at]]
         different, inverse = torch.unique(rows, dim=0, return_inverse=True)
         if len(different) >= num_points:
-            position = torch.arange(len(rows), device=x.device)
+            position = torch.arange(len(rows), device=rows.device)
             first = position.new_full((len(different),), len(rows)).scatter_reduce_(0, inverse, position, "amin")
             return rows[first.sort().values[:num_points]]
         if looked_at >= len(order):

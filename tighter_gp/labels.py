@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch import likelihoods
 from torch import Tensor
@@ -16,14 +18,14 @@ _COUNTS = (PoissonLikelihood, likelihoods.PoissonLikelihood, getattr(likelihoods
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
 
 
-def check_labels(likelihood: Any, y: Tensor, name: str = "y") -> None:
+def check_labels(likelihood: Any, y: Tensor | np.ndarray, name: str = "y") -> None:
     """Raise if targets are no labels, counts or fractions of this likelihood. NaN passes: it is somebody else's to judge.
 
     Bernoulli likelihoods take 0 and 1, or -1 and 1; a softmax 0 to ``C - 1``; Poisson and negative binomial likelihoods
     whole numbers from 0; a beta likelihood what lies between 0 and 1.
 
     :param likelihood: The likelihood. Of one that is not known nothing is asked.
-    :param y: The targets, of any shape.
+    :param y: The targets, of any shape; of an array no value is read back from a device.
     :param name: What they are called, for the message.
     :raises ValueError: With the values found.
 
@@ -35,39 +37,45 @@ def check_labels(likelihood: Any, y: Tensor, name: str = "y") -> None:
             ...
         ValueError: BernoulliLikelihood takes labels 0 and 1, or -1 and 1; y holds 1, 2.
     """
-    if y.is_meta or not y.numel():
+    xp: Any = torch if isinstance(y, Tensor) else np
+    if isinstance(y, Tensor):
+        if y.is_meta:
+            return
+        y = y.detach()
+    known = (_BINARY, _COUNTS, likelihoods.SoftmaxLikelihood, likelihoods.BetaLikelihood)
+    if not math.prod(y.shape) or not isinstance(likelihood, known):
         return
-    y = y.detach()
+    is_missing = xp.isnan(y)
     kind = type(likelihood).__name__
     if isinstance(likelihood, _BINARY):
-        is_bad = ~((y == 0) | (y == 1) | (y == -1)) & ~torch.isnan(y)
+        is_bad = ~((y == 0) | (y == 1) | (y == -1)) & ~is_missing
         has_both = bool((y == 0).any() & (y == -1).any())
         if has_both or bool(is_bad.any()):
             raise ValueError(f"{kind} takes labels 0 and 1, or -1 and 1; {name} holds {_some(y)}.")
     elif isinstance(likelihood, _COUNTS):
-        is_bad = ((y < 0) | (y != y.floor())) & ~torch.isnan(y) if y.is_floating_point() else y < 0
+        is_bad = ((y < 0) | (y != xp.floor(y))) & ~is_missing
         _refuse(is_bad, y, f"{kind} takes counts, whole numbers from 0", name)
     elif isinstance(likelihood, likelihoods.SoftmaxLikelihood):
         num_classes = likelihood.num_classes
         is_bad = (y < 0) | (y >= num_classes)
-        if y.is_floating_point():
-            is_bad = is_bad | ((y != y.floor()) & ~torch.isnan(y))
+        is_bad = is_bad | ((y != xp.floor(y)) & ~is_missing)
         message = f"Labels must lie in 0..{num_classes - 1}, as there are {num_classes} classes of {kind}"
         _refuse(is_bad, y, message, name)
     elif isinstance(likelihood, likelihoods.BetaLikelihood):
-        is_bad = ((y <= 0) | (y >= 1)) & ~torch.isnan(y)
+        is_bad = ((y <= 0) | (y >= 1)) & ~is_missing
         _refuse(is_bad, y, f"{kind} takes values between 0 and 1, both excluded", name)
 
 
-def _refuse(is_bad: Tensor, y: Tensor, wanted: str, name: str) -> None:
+def _refuse(is_bad: Any, y: Any, wanted: str, name: str) -> None:
     if bool(is_bad.any()):
         raise ValueError(
-            f"{wanted}; {int(is_bad.sum())} of {y.numel()} values of {name} are others: {_some(y[is_bad])}."
+            f"{wanted}; {int(is_bad.sum())} of {math.prod(y.shape)} values of {name} are others: {_some(y[is_bad])}."
         )
 
 
-def _some(values: Tensor) -> str:
+def _some(values: Tensor | np.ndarray) -> str:
     """The first of the distinct values."""
+    values = torch.as_tensor(values)
     distinct = torch.unique(values[~torch.isnan(values)]).tolist()
     shown = ", ".join(f"{value:g}" for value in distinct[:5])
     return f"{shown}, ... ({len(distinct)} different ones)" if len(distinct) > 5 else shown

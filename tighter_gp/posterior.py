@@ -11,6 +11,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
+from .data import Rows
 from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, is_gaussian, observed
 from .maths.moments import Whitened, explained_variance, projected_mean
@@ -75,7 +76,7 @@ class Posterior(NamedTuple):
 
 
 def gathered(
-    projector: Projector, x: Tensor, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
+    projector: Projector, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
 ) -> DataSums:
     """Sums over a data set whose missing targets count for nothing."""
     mask = observed(likelihood, y, y.shape[-1:])
@@ -85,7 +86,7 @@ def gathered(
     precision = noise.double().reciprocal()
     if mask is not None:
         precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    projector.settle(x[..., rows, :] for rows in chunks(x.size(-2), 65536))
+    projector.settle(x[rows] for rows in chunks(len(x), 65536))
     return data_sums(projected_batches(projector, x, y, precision, batch_size))
 
 
@@ -130,7 +131,7 @@ def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
         projector, kernel = exact_gp_projector(model, precision), model.covar_module
         (x,), y = model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        core = gathered(projector, x, y, noise, model.likelihood).collapse()
+        core = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).collapse()
         training = TrainingData(x, y, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
         return Posterior(projector, Whitened(core.weights, core.root), training=training)
     strategy = tighter_strategy(model)

@@ -166,7 +166,7 @@ def test_test_inputs_come_in_batches_or_not_at_all():
     ("x", "message"),
     [
         (torch.rand(3, 1), r"N x 2 like the inducing points; got \(3, 1\)"),
-        (torch.rand(3), r"N x 2 like the inducing points; got \(3,\)"),
+        (torch.rand(3), r"N x 2 like the inducing points; got \(3, 1\)"),
         (torch.tensor([[0.0, torch.nan], [0.0, 1.0]]), "NaN or infinity in 1 of 2 rows"),
     ],
 )
@@ -269,7 +269,7 @@ def test_model_refuses_what_it_cannot_do():
         tighter_gp.CollapsedGP(p.x, p.y, p.z, kernel, make_noise(0.1), bound="best")
     with pytest.raises(ValueError, match="y holds NaN"):
         tighter_gp.CollapsedGP(p.x, p.y * torch.nan, p.z, kernel, make_noise(0.1))
-    for x, y in ((p.x, p.y[:5]), (p.x, p.y.unsqueeze(-1)), (p.x[:, 0], p.y)):
+    for x, y in ((p.x, p.y[:5]), (p.x, p.y.unsqueeze(-1)), (p.x.unsqueeze(0), p.y)):
         with pytest.raises(ValueError, match="Expected x of shape N x D and y of shape N; got"):
             tighter_gp.CollapsedGP(x, y, p.z, kernel, make_noise(0.1))
     with pytest.raises(ValueError, match=r"inducing points M x 2, like x; got \(5, 1\)"):

@@ -457,10 +457,10 @@ def test_the_optimal_term_is_for_gaussian_noise():
         predict(sparse(conditional="beta"), "optimal")
 
 
-def test_a_model_of_another_make():
+def test_the_last_term_of_a_model_of_another_make():
     with pytest.raises(TypeError, match=r"one of tighter_gp's.*got GP with VariationalStrategy"):
-        tighter_gp.predict(make_gp(P.z, strategy=gpytorch.variational.VariationalStrategy), X_TEST)
+        tighter_gp.predict(make_gp(P.z, strategy=gpytorch.variational.VariationalStrategy), X_TEST, "exact")
     model = collapsed()
     model.covar_module = model.covar_module.base_kernel
     with pytest.raises(TypeError, match=r"TighterInducingPointKernel as its covar_module.* got ScaleKernel"):
-        tighter_gp.predict(model, X_TEST)
+        tighter_gp.predict(model, X_TEST, "exact")

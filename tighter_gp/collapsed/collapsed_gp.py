@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch import Module, settings
 from gpytorch.distributions import MultivariateNormal
@@ -13,7 +14,8 @@ from gpytorch.means import Mean, ZeroMean
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..checks import ModuleState, check_device, check_inputs, describe_hyperparameters, raise_if_not_finite
+from ..checks import ModuleState, check_device, check_dims, describe_hyperparameters, raise_if_not_finite
+from ..data import Rows, as_tensor, input_rows, reference
 from ..likelihoods.properties import gaussian_noise, is_gaussian
 from ..maths.bounds import PENALTIES, check_bound
 from ..maths.moments import Whitened, explained_variance, projected_mean
@@ -24,10 +26,10 @@ from .sums import chunked_bound, data_sums, projected_batches
 
 def collapsed_bound(
     kernel: Kernel,
-    inducing_points: Tensor,
-    x: Tensor,
-    y: Tensor,
-    noise: Tensor,
+    inducing_points: Tensor | np.ndarray,
+    x: Tensor | np.ndarray,
+    y: Tensor | np.ndarray,
+    noise: Tensor | np.ndarray | float,
     *,
     bound: str = "tighter",
     chunk_size: int = 4096,
@@ -42,7 +44,7 @@ def collapsed_bound(
 
     :param kernel: Any GPyTorch kernel; the common ones are lowered.
     :param inducing_points: :math:`Z`, shape ``M x D``.
-    :param x: Inputs, ``N x D``.
+    :param x: Inputs, ``N x D`` or ``N``. Tensors or numpy arrays, here and below.
     :param y: Targets less the prior mean, ``N``.
     :param noise: :math:`\sigma_n^2`, one number or one per row.
     :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
@@ -57,12 +59,16 @@ def collapsed_bound(
         torch.Size([])
     """
     check_bound(bound, tuple(PENALTIES))
+    like = reference(kernel)
+    x, inducing_points = as_tensor(x, like, "x", is_input=True), as_tensor(inducing_points, like, "Z", is_input=True)
+    y = as_tensor(y, like)
     _check_shapes(x, y, inducing_points)
     check_device(kernel, inducing_points.device, "The kernel is")
     check_device(y, inducing_points.device, "Targets are")
-    noise = noise.to(y.device).expand(y.shape)
-    projector = kernel_projector(kernel, inducing_points, noise, jitter_val)
-    return chunked_bound(projector, x, y, noise, bound, chunk_size, [*kernel.parameters(), inducing_points, x])
+    variances = noise.to(y.device) if isinstance(noise, Tensor) else as_tensor(np.asarray(noise), y, "noise")
+    variances = variances.expand(y.shape)
+    projector = kernel_projector(kernel, inducing_points, variances, jitter_val)
+    return chunked_bound(projector, x, y, variances, bound, chunk_size, [*kernel.parameters(), inducing_points, x])
 
 
 def kernel_projector(
@@ -99,9 +105,9 @@ class CollapsedGP(Module):
     ``M x N`` projection fits into memory. Train by maximising :meth:`bound`, with L-BFGS for instance; all data at each
     evaluation, there are no mini-batches.
 
-    :param x: Training inputs, ``N x D``.
+    :param x: Training inputs, ``N x D`` or ``N``: a tensor or a numpy array, which becomes a tensor like the kernel's.
     :param y: Training targets, ``N``.
-    :param inducing_points: :math:`Z`, ``M x D``; a parameter.
+    :param inducing_points: :math:`Z`, ``M x D`` or ``M``; a parameter.
     :param covar_module: Kernel.
     :param likelihood: Gaussian likelihood.
     :param mean_module: Mean; default zero.
@@ -120,9 +126,9 @@ class CollapsedGP(Module):
 
     def __init__(
         self,
-        x: Tensor,
-        y: Tensor,
-        inducing_points: Tensor,
+        x: Tensor | np.ndarray,
+        y: Tensor | np.ndarray,
+        inducing_points: Tensor | np.ndarray,
         covar_module: Kernel,
         likelihood: Likelihood,
         mean_module: Mean | None = None,
@@ -135,6 +141,12 @@ class CollapsedGP(Module):
         if not is_gaussian(likelihood):
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         check_bound(bound, tuple(PENALTIES))
+        like = reference(covar_module, likelihood)
+        x, inducing_points = (
+            as_tensor(x, like, "x", is_input=True),
+            as_tensor(inducing_points, like, "Z", is_input=True),
+        )
+        y = as_tensor(y, like)
         _check_shapes(x, y, inducing_points)
         for name, tensor in (("x", x), ("y", y)):
             if not bool(torch.isfinite(tensor).all()):
@@ -182,21 +194,24 @@ class CollapsedGP(Module):
         projector = self.projector(precision)
         projector.settle(self.train_x[rows] for rows in chunks(len(self.train_y), 65536))
         weights = self.train_noise.reciprocal()
-        batches = projected_batches(projector, self.train_x, self.train_y, weights, self.chunk_size)
+        x = Rows(self.train_x, self.train_x, is_input=True)
+        batches = projected_batches(projector, x, self.train_y, weights, self.chunk_size)
         core = data_sums(batches).collapse()
         q = Whitened(core.weights, core.root)
         self._known[precision] = ModuleState(self), projector, q
         return projector, q
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> MultivariateNormal:
+    def predict(self, x: Tensor | np.ndarray) -> MultivariateNormal:
         """The latent predictive distribution, in diagonal form; needs no pass over the data the second time."""
-        check_inputs(x, self.train_x.size(-1))
+        rows_of_x = input_rows(x, self.inducing_points)
+        check_dims(rows_of_x.shape, self.train_x.size(-1))
         projector, q = self.posterior()
-        means, variances = x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1])
-        for rows in chunks(x.size(-2), self.chunk_size):
-            raise_if_not_finite(x[..., rows, :])
-            points = projector(x[..., rows, :])
+        means, variances = (self.inducing_points.new_empty(rows_of_x.shape[:-1]) for _ in range(2))
+        for rows in chunks(len(rows_of_x), self.chunk_size):
+            chunk = rows_of_x[rows]
+            raise_if_not_finite(chunk)
+            points = projector(chunk)
             narrow = q.to(points.matrix.dtype)
             means[..., rows] = points.mean + projected_mean(points.matrix, narrow)
             variances[..., rows] = explained_variance(points.matrix, narrow) + points.residual

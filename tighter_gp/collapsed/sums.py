@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..data import Rows
 from ..maths.bounds import PENALTIES
 from ..maths.collapsed import Collapsed, collapse, collapsed_log_prob
 from ..maths.fused import factor_gradient
@@ -64,11 +65,11 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
 
 
 def projected_batches(
-    projector: Projector, x: Tensor, y: Tensor, precision: Tensor, batch_size: int
+    projector: Projector, x: Rows, y: Tensor, precision: Tensor, batch_size: int
 ) -> Iterator[tuple[Projection, Tensor, Tensor]]:
     """The chunks of a data set, for :func:`data_sums`."""
-    for rows in chunks(x.size(-2), batch_size):
-        yield projector(x[..., rows, :]), y[..., rows], precision[..., rows]
+    for rows in chunks(len(x), batch_size):
+        yield projector(x[rows]), y[..., rows], precision[..., rows]
 
 
 class _Chunk(NamedTuple):

@@ -9,14 +9,17 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.means import Mean, ZeroMean
+from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from ..draws import permutation
+from ..mlls import TighterELBO
 from ..strategies import TighterVariationalStrategy
 from .data import as_observed, check_inducing_points, check_latent_dim, principal_components
+from .elbo import LatentVariableELBO
 from .inference import infer_latents
 from .latent_variables import Latents, VariationalLatents
 from .reconstruction import Reconstruction, log_density, reconstruct
@@ -132,6 +135,17 @@ class BayesianGPLVM(ApproximateGP):
     def forward(self, x: Tensor) -> MultivariateNormal:
         r"""The prior at latent inputs ``... x Q``, one for all outputs."""
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    def objective(
+        self,
+        num_data: int,
+        *,
+        likelihood: Likelihood | None = None,
+        objective: type[TighterELBO] | type[VariationalELBO] | None = None,
+    ) -> LatentVariableELBO:
+        """The objective to train this model with, of ``num_data`` rows; see :class:`LatentVariableELBO`."""
+        likelihood = self.likelihood if likelihood is None else likelihood
+        return LatentVariableELBO(likelihood, self, num_data, objective=objective)
 
     def infer_latents(self, targets: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Normal:
         """q(x) of new rows with everything else frozen; see :func:`infer_latents`."""

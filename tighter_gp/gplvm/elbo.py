@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
@@ -14,6 +15,7 @@ from torch.distributions import Normal
 
 from ..conditionals import PerPoint
 from ..conditionals.base import ConditionalAddedLossTerm
+from ..data import Rows, reference
 from ..likelihoods.properties import filled
 from ..mlls import DataTerms, TighterELBO, data_terms
 from ..modes import chunks, temporary_mode
@@ -194,9 +196,9 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
     @torch.no_grad()
     def evaluate(
         self,
-        target: Tensor,
+        target: Tensor | np.ndarray,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | np.ndarray | None = None,
         num_samples: int = 16,
         batch_size: int = 1024,
         **kwargs: Any,
@@ -206,22 +208,25 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         Priors on hyperparameters are left out. The strategy is evaluated in training mode and everything else (dropout
         in an encoder) in eval mode; all are left in the mode they were in.
 
-        :param target: All rows, ``N x P``; NaN marks a missing entry.
+        :param target: All rows, ``N x P``, a tensor or an array, perhaps memory-mapped; NaN marks a missing entry.
         :param mask: True where observed, ``N x P``.
         :param num_samples: Draws of x per row; the value's standard error falls with their square root.
         :param batch_size: Rows per chunk.
         """
-        if target.size(0) != self.num_data:
-            raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {target.size(0)}.")
+        if len(target) != self.num_data:
+            raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {len(target)}.")
         check_count("num_samples", num_samples)
-        target, _ = as_observed(target, mask, self.model.num_outputs)
-        total = torch.zeros((), dtype=target.dtype, device=target.device)
+        like = reference(self.model)
+        rows_of_y = Rows(target, like, dim=0, name="target")
+        rows_of_mask = None if mask is None else Rows(mask, like, dim=0, name="mask")
+        total = torch.zeros((), dtype=like.dtype, device=like.device)
         with temporary_mode(self.model, False), temporary_mode(self.model.variational_strategy, True):
             for rows in chunks(self.num_data, batch_size):
-                index = torch.arange(rows.start, rows.stop, device=target.device)
+                index = torch.arange(rows.start, rows.stop, device=like.device)
                 q_x = self.model.latents.q(index)
                 x = q_x.sample(torch.Size([num_samples]))
-                terms = self._terms(x, q_x, target[rows], None, index, **kwargs)
+                seen = None if rows_of_mask is None else rows_of_mask[rows]
+                terms = self._terms(x, q_x, rows_of_y[rows], seen, index, **kwargs)
                 total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
         return total
 

@@ -185,6 +185,11 @@ class TighterInducingPointKernel(InducingPointKernel):
             self._was_called = True  # by a model, not by another kernel
         return super().__call__(x1, x2, *args, **kwargs)
 
+    def train(self, mode: bool = True) -> TighterInducingPointKernel:
+        """As of any module; another kernel may have been put around this one since it was called."""
+        self._was_called = False
+        return super().train(mode)
+
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
         if self.training and not self._was_called:
             raise TypeError(

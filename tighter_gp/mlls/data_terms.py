@@ -16,6 +16,7 @@ from torch import Tensor
 from ..carrier import Carrier, iter_carriers
 from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
+from ..labels import check_labels
 from ..likelihoods.properties import (
     correlates_tasks,
     draw_samples,
@@ -92,6 +93,8 @@ def carried_terms(
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
+    if target.dtype == torch.uint8:
+        target = target.long()  # where 0 - 1 is not 255
     if mask is not None:
         target = filled(target, mask)
     gaussian = is_gaussian(likelihood)
@@ -219,6 +222,8 @@ def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None
             f"{count} of {target.numel()} targets are NaN or infinite; drop them, or mark NaN as missing with "
             "gpytorch.settings.observation_nan_policy('fill')."
         )
+    if values is not None:
+        check_labels(likelihood, values, "y")
 
 
 def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:

@@ -1,60 +1,50 @@
-r"""Predictions, with the last term of the predictive variance dropped, exact or approximated.
-
-At a test point the tighter family has the variance
-
-.. math:: v_* = d_* + s_* - r^\top V r, \qquad r = D_{f*}, \quad V = D^{-1/2}(I - M)D^{-1/2}
-
-where :math:`D` is the residual covariance of the training points. Standard predictions drop the last term.
-"""
+r"""q(f) at new inputs, for every kind of model."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
-from linear_operator.operators import DiagLinearOperator
+from gpytorch.models import GP, ApproximateGP, ExactGP
 from torch import Tensor
 
-from ..checks import check_device, check_inputs, raise_if_not_finite
-from ..likelihoods.properties import gaussian_noise
-from ..maths.bounds import optimal_scale
-from ..maths.linalg import cholesky, full_precision, solve_lower
+from ..checks import check_dims, raise_if_not_finite
+from ..collapsed import CollapsedGP
+from ..data import Rows, input_rows, reference
+from ..kernels import TighterInducingPointKernel
+from ..maths.linalg import full_precision
 from ..modes import chunks, temporary_mode
-from ..posterior import Posterior, posterior_of, require_gaussian
-from ..prior import Projection, Projector
-
-LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
-
-# Eigenvalues of D below this fraction of the largest are taken as zero; r has nothing in their directions.
-_EIGENVALUE_CUT = 1e-12
-
-
-class _Training(NamedTuple):
-    """The training points as the last term needs them, in float64; ``noise`` is None for a learned conditional."""
-
-    x: Tensor
-    projection: Tensor
-    residual: Tensor
-    scale: Tensor
-    noise: Tensor | None
+from ..posterior import posterior_of
+from ..strategies import TighterStrategy
+from .last_term import LAST_TERMS, LastTerm, training_points
+from .pointwise import FunctionValues, as_distribution, function_values, joined
 
 
 @torch.no_grad()
 def predict(
     model: Any,
-    x: Tensor,
+    x: Tensor | np.ndarray,
     last_term: str = "drop",
     *,
     likelihood: Likelihood | None = None,
-    train_x: Tensor | None = None,
-    noise: Tensor | None = None,
+    train_x: Tensor | np.ndarray | None = None,
+    noise: Tensor | np.ndarray | None = None,
     subset: int | Tensor = 16,
     batch_size: int = 1024,
+    num_samples: int | None = None,
+    seed: int = 0,
 ) -> MultivariateNormal:
-    r"""The latent predictive distribution at test points, in diagonal form, a chunk of points at a time.
+    r"""q(f) at test points, each by itself: a chunk of points at a time, without a graph.
+
+    For everything that trains: one output or several, softmax, deep GPs, SOLVE-GP, collapsed models, a GPLVM at latents,
+    BoTorch's models. Memory is that of the answer and of one chunk.
 
     ==============  =====================================================  ================================
     ``last_term``   :math:`V`                                              cost beyond ``"drop"``
@@ -71,10 +61,12 @@ def predict(
     ``"diagonal"`` counts correlated training points again and again, can turn negative and is then clamped with a
     warning; prefer ``"subset"``. All but ``"drop"`` are computed in float64.
 
-    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
-        :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
-    :param x: Test inputs, ``N x D``.
-    :param last_term: See the table.
+    :param model: A trained model; it is left in the mode it was in. Strategies and collapsed models of this package take
+        the short way, any other model is called in eval mode. Of a model of BoTorch the input transform is applied; one
+        with an outcome transform is refused, since its f is that of other targets than yours: use its ``posterior``.
+    :param x: Test inputs, ``N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only a chunk is in
+        memory at a time.
+    :param last_term: See the table; all but ``"drop"`` for one output, on a strategy or a collapsed model of this package.
     :param likelihood: The likelihood, for the scales :math:`m_n` of ``conditional="optimal"``; a collapsed model has it.
     :param train_x: Training inputs; a collapsed model has them.
     :param noise: Noise variances of the training points for
@@ -82,172 +74,145 @@ def predict(
     :param subset: For ``"subset"``: how many training points for each test point, those most correlated with it given
         the inducing variables; or the positions of the training points to use for all.
     :param batch_size: Test points per chunk.
-    :return: A :class:`~gpytorch.distributions.MultivariateNormal` with diagonal covariance; ``likelihood(...)`` of it
-        adds the noise.
+    :param num_samples: Draws of the hidden layers of a deep GP; default
+        :class:`gpytorch.settings.num_likelihood_samples`.
+    :param seed: Of these draws; the global random state is left as it was.
+    :return: A :class:`~gpytorch.distributions.MultivariateNormal` with diagonal covariance, or a
+        :class:`~gpytorch.distributions.MultitaskMultivariateNormal` in which the tasks of one point keep their covariance
+        and points are independent. A batch of models, the outputs of a GPLVM and the draws of a deep GP are batch
+        dimensions. ``likelihood(...)`` of it adds the noise.
 
     Example:
         >>> q = tighter_gp.predict(model, test_x, "subset", likelihood=likelihood, train_x=train_x)
         >>> q.mean.shape == test_x.shape[:-1]
         True
     """
-    if not isinstance(x, Tensor):
+    if not isinstance(x, (Tensor, np.ndarray)):
         raise TypeError(
-            f"x must be a tensor of test inputs, got {type(x).__name__}: call predict(model, x), with a likelihood, where "
-            "one is needed, as likelihood=."
+            f"x must be a tensor or an array of test inputs, got {type(x).__name__}: call predict(model, x), with a "
+            "likelihood, where one is needed, as likelihood=."
         )
     if last_term not in LAST_TERMS:
         raise ValueError(f"Unknown last_term {last_term!r}; choose {', '.join(map(repr, LAST_TERMS))}.")
-    if x.dim() == 1:
-        x = x.unsqueeze(-1)
-    means = variances = x.new_empty(0)
-    clamped = 0
-    with temporary_mode(model, False), full_precision(x.device.type):
-        posterior = posterior_of(model, None if last_term == "drop" else torch.float64)
-        check_inputs(x, posterior.num_dims)
-        training = None
+    like = reference(model)
+    rows = input_rows(x, like)
+    if not len(rows):
+        raise ValueError("There are no test points.")
+    inner, transform = unwrapped(model)
+    with temporary_mode(model, False), full_precision(like.device.type):
         if last_term != "drop":
-            training = _training_points(posterior, likelihood, train_x, noise)
-            reduce = _Reducer(posterior.projector, training, last_term, subset)
-        for rows in chunks(x.size(-2), batch_size):
-            raise_if_not_finite(x[..., rows, :])
-            points = posterior.projector(x[..., rows, :])
-            mean, variance = posterior.moments(points)
-            if training is not None:
-                residual = points.residual - reduce(x[..., rows, :], points)
-                clamped += int((residual < 0).sum()) if last_term == "diagonal" else 0
-                variance = variance - (points.residual - residual.clamp_min(0.0))
-            if rows.start == 0:
-                # Made at once: results kept chunk by chunk would lie between the large arrays and fragment the memory.
-                means, variances = (x.new_empty(*moment.shape[:-1], x.size(-2)) for moment in (mean, variance))
-            means[..., rows], variances[..., rows] = mean, variance
-    if clamped:
+            given = None if train_x is None else transform(input_rows(train_x, like, "train_x")[:])
+            variances = None if noise is None else Rows(noise, like, name="noise")[:]
+            evaluate: Any = _WithLastTerm(inner, last_term, likelihood, given, variances, subset)
+        else:
+            evaluate = _Projected(inner) if is_ours(inner) else _Called(inner, num_samples)
+
+        num_dims = None if isinstance(evaluate, _Called) else evaluate.posterior.num_dims
+
+        def parts() -> Iterator[tuple[slice, FunctionValues]]:
+            for part in chunks(len(rows), batch_size):
+                inputs = transform(rows[part])
+                if num_dims is not None:
+                    check_dims(torch.Size([*rows.shape[:-1], inputs.size(-1)]), num_dims)
+                raise_if_not_finite(inputs)
+                yield part, evaluate(inputs)
+
+        with _seeded(seed, like.device) if isinstance(evaluate, _Called) else torch.no_grad():
+            whole = joined(parts(), len(rows), like.dtype)
+    if isinstance(evaluate, _WithLastTerm) and evaluate.num_clamped:
         warnings.warn(
-            f"last_term='diagonal' made the residual variance negative at {clamped} of {variances.numel()} test points; it was "
-            "clamped to zero there. Use last_term='subset'.",
+            f"last_term='diagonal' made the residual variance negative at {evaluate.num_clamped} of "
+            f"{whole.variance.numel()} test points; it was clamped to zero there. Use last_term='subset'.",
             UserWarning,
             stacklevel=2,
         )
-    return MultivariateNormal(means, DiagLinearOperator(variances))
+    return as_distribution(whole)
 
 
-def _training_points(
-    posterior: Posterior, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
-) -> _Training:
-    variances: Tensor | None = None
-    if posterior.training is not None:
-        if posterior.training.bound not in ("titsias", "tighter"):
-            raise ValueError(
-                f"The last term is known for one scale per point; this model has bound={posterior.training.bound!r}. Use "
-                "last_term='drop' or 'optimal'."
+def is_ours(model: Any) -> bool:
+    """Whether q(f) comes from a strategy or a collapsed model of this package, with nothing around it."""
+    if isinstance(model, ExactGP):
+        return any(isinstance(module, TighterInducingPointKernel) for module in model.modules())
+    if isinstance(model, CollapsedGP):
+        return True
+    # A model with a __call__ of its own may change the inputs.
+    is_plain = isinstance(model, ApproximateGP) and type(model).__call__ is ApproximateGP.__call__
+    return is_plain and isinstance(getattr(model, "variational_strategy", None), TighterStrategy)
+
+
+def unwrapped(model: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """The GP inside a model of BoTorch, and what its inputs become on the way to it."""
+    if getattr(model, "outcome_transform", None) is not None:
+        raise TypeError(
+            "This model transforms its targets, and its likelihood is for the transformed ones; use its posterior."
+        )
+    transform: Callable[[Tensor], Tensor] = lambda x: x
+    if getattr(model, "input_transform", None) is not None:
+        transform = model.transform_inputs  # which a call leaves out in eval mode
+    inner = getattr(model, "model", None)
+    is_wrapper = hasattr(model, "transform_inputs") and isinstance(inner, GP)
+    return (inner if is_wrapper else model), transform
+
+
+class _Projected:
+    """q(f) from the projection, with SVGP's conditional."""
+
+    def __init__(self, model: Any) -> None:
+        self.posterior = posterior_of(model)
+
+    def __call__(self, x: Tensor) -> FunctionValues:
+        return FunctionValues(*self.posterior.moments(self.posterior.projector(x)))
+
+
+class _WithLastTerm:
+    """q(f) from the projection, in float64, with the last term of the variance.
+
+    :ivar num_clamped: At how many points a residual variance was negative and became zero.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        last_term: str,
+        likelihood: Likelihood | None,
+        train_x: Tensor | None,
+        noise: Tensor | None,
+        subset: int | Tensor,
+    ) -> None:
+        self.posterior = posterior_of(model, torch.float64)
+        if not is_ours(model):
+            raise TypeError(
+                f"{type(model).__name__} does something to its inputs before they reach the strategy, in a __call__ of its own; "
+                "the last term is for models without. Use last_term='drop'."
             )
-        train_x, variances = posterior.training.x, posterior.training.noise
-        points = posterior.projector(train_x)
-    else:
-        assert posterior.strategy is not None
-        conditional = posterior.strategy.conditional
-        if conditional.needs_blocks:
-            raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
-        if train_x is None:
-            raise ValueError("This last_term needs the training inputs: pass train_x=.")
-        train_x = train_x.unsqueeze(-1) if train_x.dim() == 1 else train_x
-        points = posterior.projector(train_x)
-        if not conditional.is_learned:
-            if likelihood is None:
-                raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
-            require_gaussian(likelihood, "predict with conditional='optimal'")
-            kwargs = {} if noise is None else {"noise": noise}
-            check_device(likelihood, points.mean.device, "The likelihood is")
-            variances = gaussian_noise(likelihood, points.mean.shape[:-1], points.mean.shape[-1:], **kwargs)
-            check_device(variances, points.mean.device, "Noise variances are")
-    residual = points.residual
-    if variances is not None:
-        variances = variances.to(residual.dtype).expand_as(residual)
-        scale = optimal_scale(residual, variances.reciprocal())
-    else:
-        rows = torch.arange(train_x.size(-2), device=train_x.device)
-        scale = conditional.scale(residual, index=rows).to(residual.dtype)
-    return _Training(train_x, points.matrix, residual, scale, variances)
+        training = training_points(self.posterior, last_term, likelihood, train_x, noise)
+        self.last_term = LastTerm(self.posterior.projector, training, last_term, subset)
+        self.counts, self.num_clamped = last_term == "diagonal", 0
+
+    def __call__(self, x: Tensor) -> FunctionValues:
+        points = self.posterior.projector(x)
+        mean, variance = self.posterior.moments(points)
+        residual = points.residual - self.last_term(x, points)
+        self.num_clamped += int((residual < 0).sum()) if self.counts else 0
+        return FunctionValues(mean, variance - (points.residual - residual.clamp_min(0.0)))
 
 
-class _Reducer:
-    """Computes :math:`r^\\top V r` for a chunk of test points."""
+class _Called:
+    """q(f) as the model returns it in eval mode, each point by itself."""
 
-    def __init__(self, projector: Projector, training: _Training, last_term: str, subset: int | Tensor) -> None:
-        self.projector = projector
-        self.local = 0
-        if last_term == "subset":
-            num_data = training.x.size(-2)
-            if isinstance(subset, int):
-                if subset < 1:
-                    raise ValueError(f"subset must be at least 1; got {subset}.")
-                self.local = min(subset, num_data)
-            else:
-                training = _Training(
-                    training.x[..., subset, :],
-                    training.projection[..., subset],
-                    training.residual[..., subset],
-                    training.scale[..., subset],
-                    None if training.noise is None else training.noise[..., subset],
-                )
-                last_term = "exact"
-        self.training, self.last_term = training, last_term
-        if self.last_term in ("exact", "optimal"):
-            covariance = self.projector.residual_covariance(
-                training.x, training.x, training.projection, training.projection
-            )
-            if self.last_term == "exact":
-                self.root = _inverse_root(covariance, training.noise)
-            else:
-                if training.noise is None:
-                    raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
-                self.factor = cholesky(covariance + torch.diag_embed(training.noise), name="D + noise")
+    def __init__(self, model: Any, num_samples: int | None) -> None:
+        self.model, self.num_samples = model, num_samples or settings.num_likelihood_samples.value()
 
-    def __call__(self, x: Tensor, points: Projection) -> Tensor:
-        training = self.training
-        cross = self.projector.residual_covariance(training.x, x, training.projection, points.matrix)
-        if self.last_term == "optimal":
-            return solve_lower(self.factor, cross).square().sum(-2)
-        if self.last_term == "diagonal":
-            weight = (1 - training.scale) / training.residual.clamp_min(torch.finfo(torch.float64).tiny)
-            return (weight.unsqueeze(-1) * cross.square()).sum(-2)
-        if self.local:
-            return self._local(cross)
-        return _quadratic(self.root, cross, training.scale, training.noise)
-
-    def _local(self, cross: Tensor) -> Tensor:
-        """The exact term of the training points most correlated with each test point, given the inducing variables."""
-        training = self.training
-        correlation = cross.square() / training.residual.clamp_min(1e-300).unsqueeze(-1)
-        nearest = correlation.topk(self.local, dim=-2).indices  # ... x b x B
-        nearest = nearest.movedim(-1, 0)  # B x ... x b: test points first, so that kernel batches still broadcast
-
-        def gather(values: Tensor) -> Tensor:
-            return values.expand(*nearest.shape[:-1], values.size(-1)).gather(-1, nearest)
-
-        batch = nearest.shape[:-1]
-        x = training.x.expand(*batch, *training.x.shape[-2:])
-        x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))
-        projection = training.projection.expand(*batch, *training.projection.shape[-2:])
-        projection = projection.gather(-1, nearest.unsqueeze(-2).expand(*batch, projection.size(-2), self.local))
-        covariance = self.projector.residual_covariance(x, x, projection, projection)
-        noise = None if training.noise is None else gather(training.noise)
-        own = gather(cross.movedim(-1, 0)).unsqueeze(-1)
-        reduction = _quadratic(_inverse_root(covariance, noise), own, gather(training.scale), noise)
-        return reduction.squeeze(-1).movedim(0, -1)
+    def __call__(self, x: Tensor) -> FunctionValues:
+        with settings.num_likelihood_samples(self.num_samples):
+            q = self.model(x)
+        if not isinstance(q, MultivariateNormal):
+            raise TypeError(f"The model must return a MultivariateNormal in eval mode; got {type(q).__name__}.")
+        return function_values(q)
 
 
-def _inverse_root(covariance: Tensor, noise: Tensor | None) -> Tensor:
-    r"""Symmetric :math:`\tilde D^{-1/2}` on the range of :math:`\tilde D = \Sigma^{-1/2} D \Sigma^{-1/2}`."""
-    if noise is not None:
-        stddev = noise.sqrt()
-        covariance = covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
-    values, vectors = torch.linalg.eigh(covariance)
-    keep = values > _EIGENVALUE_CUT * values[..., -1:].clamp_min(0.0)
-    inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), torch.zeros_like(values))
-    return (vectors * inverse.unsqueeze(-2)) @ vectors.mT
-
-
-def _quadratic(root: Tensor, cross: Tensor, scale: Tensor, noise: Tensor | None) -> Tensor:
-    if noise is not None:
-        cross = cross / noise.sqrt().unsqueeze(-1)
-    return ((1 - scale).unsqueeze(-1) * (root @ cross).square()).sum(-2)
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from linear_operator import to_dense
 from linear_operator.operators import (
     BlockDiagLinearOperator,
     BlockInterleavedLinearOperator,
+    DenseLinearOperator,
     DiagLinearOperator,
     KroneckerProductLinearOperator,
     SumBatchLinearOperator,
@@ -81,12 +82,51 @@ def function_values(q: MultivariateNormal) -> FunctionValues:
         if q._interleaved:
             return FunctionValues(q.mean, diagonal.unflatten(-1, (num_points, num_tasks)), None, True)
         return FunctionValues(q.mean, diagonal.unflatten(-1, (num_tasks, num_points)).mT, None, True)
+    if q._interleaved and isinstance(covar, DiagLinearOperator):
+        diagonal = covar.diagonal(dim1=-1, dim2=-2)
+        return FunctionValues(q.mean, diagonal.unflatten(-1, (num_points, num_tasks)), None, True)
     if q._interleaved:
         covariance = _point_blocks(covar, num_tasks)
     else:
         blocks = to_dense(covar).unflatten(-1, (num_tasks, num_points)).unflatten(-3, (num_tasks, num_points))
         covariance = blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
     return FunctionValues(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
+
+
+def as_distribution(f: FunctionValues) -> MultivariateNormal:
+    """The Gaussian with these marginals in which points are independent."""
+    if not f.is_several:
+        return MultivariateNormal(f.mean, DiagLinearOperator(f.variance))
+    if f.covariance is None:
+        return MultitaskMultivariateNormal(f.mean, DiagLinearOperator(f.variance.flatten(-2)))
+    return MultitaskMultivariateNormal(f.mean, BlockDiagLinearOperator(DenseLinearOperator(f.covariance)))
+
+
+def joined(
+    parts: Iterable[tuple[slice, FunctionValues]], num_points: int, dtype: torch.dtype | None = None
+) -> FunctionValues:
+    """The points of all chunks, at least one.
+
+    Room for all is made at once: results kept chunk by chunk would lie between the large arrays and fragment the memory.
+
+    :param parts: Which points, and what is known of them.
+    :param num_points: Of all.
+    :param dtype: Of the result; default that of the first chunk.
+    """
+    whole: FunctionValues | None = None
+    for rows, f in parts:
+        if whole is None:
+            room = lambda value, dim: value.new_empty(
+                [*value.shape[:dim], num_points, *value.shape[dim:][1:]], dtype=dtype
+            )
+            covariance = None if f.covariance is None else room(f.covariance, -3)
+            mean, variance = (room(value, f.point_dim) for value in (f.mean, f.variance))
+            whole = FunctionValues(mean, variance, covariance, f.is_several)
+        for target, source in zip(whole.rows(rows)[:3], f[:3], strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
+    assert whole is not None
+    return whole
 
 
 def _point_blocks(covar: Any, num_tasks: int) -> Tensor:
@@ -101,6 +141,8 @@ def _point_blocks(covar: Any, num_tasks: int) -> Tensor:
         if len(points) == 1:
             variance = points[0].diagonal(dim1=-1, dim2=-2)
             return variance.unsqueeze(-1).unsqueeze(-1) * to_dense(tasks).unsqueeze(-3)
+    if isinstance(covar, BlockDiagLinearOperator) and covar.base_linear_op.size(-1) == num_tasks:
+        return to_dense(covar.base_linear_op)
     if isinstance(covar, DiagLinearOperator):
         return torch.diag_embed(covar.diagonal(dim1=-1, dim2=-2).unflatten(-1, (-1, num_tasks)))
     count = covar.size(-1) // num_tasks

@@ -24,6 +24,7 @@ from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
 from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened, whiten
+from .paths import register_paths
 
 
 class TighterStrategy(VariationalStrategy):
@@ -54,6 +55,11 @@ class TighterStrategy(VariationalStrategy):
         self._initialized_key: tuple = ()
         self._warned: set[str] = set()
         self._empty_caches()
+        register_paths(TighterStrategy)  # again in train: BoTorch may be loaded later
+
+    def train(self, mode: bool = True) -> TighterStrategy:
+        register_paths(TighterStrategy)
+        return super().train(mode)
 
     # -- caches -------------------------------------------------------------------------------------------------------
     # A cached value is used only for the very tensors it was computed from, compared by value in eval mode (GPyTorch's
@@ -238,7 +244,8 @@ class TighterStrategy(VariationalStrategy):
 
     def _project(self, x: Tensor, **kwargs: Any) -> tuple[tuple[Projector, PriorBlocks, Tensor], Tensor]:
         """The prior at ``x`` in blocks, and A without a graph."""
-        projector = self.projector(lower=self.training or not torch.is_grad_enabled())
+        is_once = (self.training or not torch.is_grad_enabled()) and not torch.jit.is_tracing()
+        projector = self.projector(lower=is_once)
         prior, chol = projector.factorized(x, **kwargs)
         return (projector, prior, chol), project(chol, prior.cross_covar.detach())
 

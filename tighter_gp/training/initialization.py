@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..conditionals import BetaConditional
-from ..data import Rows, first_parameter, num_rows
+from ..data import Rows, first_parameter, input_rows, num_rows
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.slopes import expected_slopes
@@ -164,7 +164,7 @@ def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num
     """The optimal q(u), from sums over some rows that stand for all."""
     noise = likelihood.noise.expand(y.shape) * (len(y) / num_data)
     with temporary_mode(model, False), full_precision(x.device.type):
-        sums = gathered(strategy.projector(), x, y, noise, likelihood, 4096)
+        sums = gathered(strategy.projector(), input_rows(x, y), y, noise, likelihood, 4096)
     strategy.set_optimal(sums.gram, sums.linear)
 
 
