@@ -142,7 +142,7 @@ def test_stock_models_are_drawn_by_botorch_itself():
 def test_nothing_of_botorch_is_imported_by_the_package():
     program = (
         "import sys, torch, gpytorch, tighter_gp\n"
-        "from tests.factories import make_gp\n"
+        "from tests.tools.factories import make_gp\n"
         "make_gp(torch.rand(5, 1)).eval()\n"
         "assert not any(name.startswith('botorch') for name in sys.modules)"
     )

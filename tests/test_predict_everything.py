@@ -160,7 +160,7 @@ def test_nothing_is_left_behind(kind):
 def test_deep_gp_is_the_model_at_the_same_draws(output_dims, strategy):
     model, x = shake(Deep(output_dims, strategy)), points()
     q = tighter_gp.predict(model, x, num_samples=7, seed=3)
-    with torch.random.fork_rng(), torch.no_grad(), gpytorch.settings.num_likelihood_samples(7):
+    with torch.random.fork_rng([]), torch.no_grad(), gpytorch.settings.num_likelihood_samples(7):
         torch.manual_seed(3)
         expected = model(x)
     assert q.mean.shape == (7, N) + (() if output_dims is None else (T,))

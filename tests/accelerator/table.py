@@ -52,7 +52,7 @@ WAITS: dict[str, tuple[int, int]] = {
 WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
 
 # Of a plain model in fit, the loss included, with debug on; by natural_gradients=.
-WAITS_OF_FIT = {True: 8, False: 3}
+WAITS_OF_FIT = {True: 4, False: 3}
 
 
 def step_of(feature: str, device: str) -> Step:

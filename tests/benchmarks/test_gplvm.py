@@ -31,7 +31,7 @@ def arguments(*flags):
 def smoke(tmp_path_factory):
     """The results of a run with --smoke, and its folder."""
     out = tmp_path_factory.mktemp("gplvm")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         gplvm.run(arguments("--smoke", "--out", str(out)))
     lines = (out / "smoke" / "gplvm.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], out / "smoke"

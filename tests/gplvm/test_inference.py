@@ -36,7 +36,7 @@ def close(value, expected, rel=1e-9, absolute=1e-12):
 @pytest.fixture(scope="module")
 def trained():
     """A GPLVM of a closed curve, trained by L-BFGS, and its data; tests must not change it."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

@@ -202,5 +202,5 @@ def fork_and_compare() -> None:
 def test_a_forked_process_trains_as_its_parent_does():
     """In a process without accelerators: their threads do not survive a fork, and other tests have loaded a stand-in."""
     code = f"from {__name__} import fork_and_compare; fork_and_compare()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
