@@ -70,7 +70,7 @@ def _moments(model, row):
 
 
 def _noise(model):
-    return gpx.parameters._val(model.model.likelihood.obs_stddev) ** 2
+    return gpx.parameters.val(model.model.likelihood.obs_stddev) ** 2
 
 
 rng, seconds = np.random.default_rng(0), 0.0
