@@ -75,8 +75,9 @@ def _noise(model):
 
 rng, seconds = np.random.default_rng(0), 0.0
 for rows in (np.arange(batch_size), np.arange(num_data % batch_size)):
-    if len(rows):
-        jax.block_until_ready(step(variational, hyper, state, jnp.asarray(rows)))  # compiles for this shape
+    if len(rows):  # compiles for this shape; a second time, since a step's results are of other types than its start
+        first = step(variational, hyper, state, jnp.asarray(rows))
+        jax.block_until_ready(step(*first, jnp.asarray(rows)))
 for _ in range(epochs):
     started = time.perf_counter()
     order = rng.permutation(num_data)
