@@ -19,6 +19,7 @@ TRACES = {
 
 def lines(**more):
     made = {"experiment": "quality", "dataset": "kin40k", "num_inducing": 256, "split": 0, "seed": 0, **more}
+    made.setdefault("config", {"epochs": 30})
     return [{**made, "method": method, "trace": trace} for method, trace in TRACES.items()]
 
 
@@ -37,13 +38,15 @@ def test_a_picture_per_data_set_has_the_best_so_far_of_each_method(tmp_path):
 
 def test_the_share_of_a_peers_time_is_when_its_final_density_is_first_reached():
     methods = time_to_quality.by_dataset(lines())["kin40k"]
-    assert time_to_quality.share(methods["t-svgp"], methods["gpytorch tuned"]) == 0.2
-    assert time_to_quality.share(methods["svgp"], methods["gpytorch tuned"]) is None
-    assert time_to_quality.share(methods["svgp"], methods["gpytorch tutorial"]) == 0.2
+    (tuned,), (tutorial,) = methods["gpytorch tuned"], methods["gpytorch tutorial"]
+    assert time_to_quality.share(methods["t-svgp"], tuned) == 0.2
+    assert time_to_quality.share(methods["svgp"], tuned) is None
+    assert time_to_quality.share(methods["svgp"], tutorial) == 0.2
     rows = time_to_quality.scores(methods).splitlines()
     assert "T-SVGP is there after" in rows[0]
     assert [cell.strip() for cell in rows[2].split("|")[1:-1]] == [
         "GPyTorch SVGP, tuned",
+        "30",
         "10.0",
         "0.2000",
         "0.2000",
@@ -64,7 +67,15 @@ def test_of_several_runs_of_a_method_the_first_split_and_most_common_size_are_sh
     other = [{**line, "num_inducing": 512} for line in lines()[:1]]
     later = [{**line, "trace": [[9.0, 9.0, 9.0]]} for line in lines(split=1)]
     methods = time_to_quality.by_dataset([*later, *other, *lines()])["kin40k"]
-    assert {name: line["trace"] for name, line in methods.items()} == TRACES
+    assert {name: line["trace"] for name, (line,) in methods.items()} == TRACES
+
+
+def test_of_several_budgets_the_best_counts():
+    quick = {**lines()[2], "config": {"epochs": 10}, "trace": [[0.5, 0.35, 0.3], [0.6, 0.28, 0.2]]}
+    methods = time_to_quality.by_dataset([*lines(), quick])["kin40k"]
+    assert time_to_quality.envelope(methods["t-svgp"]) == [(0.5, 0.35), (0.6, 0.28), (2.0, 0.1)]
+    assert time_to_quality.share(methods["t-svgp"], methods["gpytorch tutorial"][0]) == 0.03
+    assert time_to_quality.scores(methods).count("\n| T-SVGP ") == 2
 
 
 def test_lines_of_quality_and_versions_are_no_part_of_the_report(tmp_path):
@@ -152,6 +163,20 @@ def test_printed_hyperparameters_are_compared_to_their_last_digit():
     base = learnt("sgpr", 0.1263, 0.0868)
     assert verdicts([base, learnt("t-sgpr", 0.1152, 0.1071)])[claim] == "yes"
     assert verdicts([base, learnt("t-sgpr", 0.1252, 0.1071)])[claim] == "no"
+
+
+def test_collapsed_models_are_found_by_size_method_and_blocks():
+    def run(method, size, blocks, rmse, log_likelihood):
+        made = result(method, 0, 0.0, -log_likelihood, rmse, num_inducing=size, config={"num_blocks": blocks})
+        return {**made, "experiment": "blocks"}
+
+    runs = [run("exact", None, None, 0.12, 0.5), run("block", 256, 50, 0.22, -0.04), run("block", 256, 7, 0.0, 0.0)]
+    found = {claim: verdict for claim, verdict in verdicts(runs).items() if claim.startswith("kin40k, 5,000")}
+    assert list(found.values()) == ["in part", "yes"]
+    assert [claim.split(" (")[0] for claim in found] == [
+        "kin40k, 5,000 rows, exact GP",
+        "kin40k, 5,000 rows, 50 blocks, M=256",
+    ]
 
 
 def test_run_times_are_compared_with_our_own_base():
