@@ -106,9 +106,9 @@ def _core(mathml: str) -> str:
         return f"<mi>{next(unicodedata.lookup(name) for name in names if _is_letter(name))}</mi>"
 
     mathml = re.sub(r'<mi mathvariant="(script|double-struck)">([A-Z])</mi>', letter, mathml)
-    mathml = re.sub(
-        r"(<mi>(?:log|exp|max|min)</mi>)(?=<mi>|<msub>|<mo>|<mfrac>)", r'\1<mspace width="0.167em" />', mathml
-    )
+    thin, name = '<mspace width="0.167em" />', "(<mi>(?:log|exp|max|min)</mi>)"
+    mathml = re.sub(rf"(</(?:mstyle|mfrac|mi|mn|msub|msup|munder)>){name}", rf"\1{thin}\2", mathml)
+    mathml = re.sub(rf"{name}(?=<(?:mi|mn|mo|msub|mfrac)>)", rf"\1{thin}", mathml)
     return re.sub(r">\\([{}])<", r">\1<", mathml)
 
 

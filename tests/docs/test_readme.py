@@ -78,7 +78,7 @@ def test_the_program_run_again_resumes_with_the_same_rows(tmp_path, monkeypatch,
     torch.set_default_dtype(torch.float32)
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
-    program = PROGRAM.replace("epochs=30", "epochs=2").replace("num_inducing=256", "num_inducing=16")
+    program = PROGRAM.replace('"epochs": 30', '"epochs": 2').replace("num_inducing=256", "num_inducing=16")
     for _ in range(2):
         exec(compile(program, "README.md", "exec"), {})
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("NLPD"))
