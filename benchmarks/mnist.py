@@ -14,7 +14,6 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.mlls import VariationalELBO
 
 import tighter_gp
 from tighter_gp.training import Step
@@ -32,13 +31,11 @@ DEFAULTS: dict[str, Any] = {
     "num_inducing": [256],
     "epochs": 20,
     "batch_size": 1024,
-    "lr": 0.05,
     "dtype": "float32",
     "seed": [0],
 }
 SMOKE = {"datasets": ["digits"], "num_inducing": [16], "epochs": 2, "batch_size": 256}
 
-SCHEDULE = "cosine"
 NUM_CLASSES = 10
 CONDITIONALS = ("optimal", "beta")
 DATASETS = {"mnist": load_mnist, "digits": lambda data_dir, **kwargs: load_digits(**kwargs)}
@@ -93,8 +90,7 @@ def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: in
         "config": {
             "epochs": args.epochs,
             "batch_size": args.batch_size,
-            "lr": args.lr,
-            "schedule": SCHEDULE,
+            "recipe": models.RECIPE,
             "dtype": str(args.dtype).removeprefix("torch."),
             "kernel": "rbf",
             "conditional": args.conditional,
@@ -141,23 +137,7 @@ def train(
     model, likelihood = models.make_classification(method, start, NUM_CLASSES, config["conditional"])
     trace = Trace(data, config["epochs"], traces)
     with gpytorch.settings.num_likelihood_samples(_TRAIN_SAMPLES):
-        history = tighter_gp.training.fit(
-            model,
-            likelihood,
-            data.train_x,
-            data.train_y,
-            objective=models.objective(method),
-            epochs=config["epochs"],
-            batch_size=config["batch_size"],
-            lr=config["lr"],
-            schedule=config["schedule"],
-            seed=run["seed"],
-            checkpoint=checkpoint,
-            resume=resume,
-            callbacks=[trace],
-        )
-    model.eval()
-    likelihood.eval()
+        history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     test_scores = scores(model, likelihood, data)
     values = bounds(method, model, likelihood, data, start)
     result = {
@@ -195,16 +175,16 @@ def bounds(method: str, model: Any, likelihood: Any, data: Split, start: models.
     other.load_state_dict({name: own[name] for name in other.state_dict()})
     tighter, base = (model, other) if models.METHODS[method].tighter else (other, model)
     return {
-        "bound_tighter": _bound(tighter, likelihood, data, tighter_gp.TighterELBO),
-        "bound_base": _bound(base, likelihood, data, VariationalELBO),
+        "bound_tighter": _bound(tighter, likelihood, data),
+        "bound_base": _bound(base, likelihood, data),
     }
 
 
-def _bound(model: Any, likelihood: Any, data: Split, kind: Any) -> float:
+def _bound(model: Any, likelihood: Any, data: Split) -> float:
     """A bound per training point; the draws are the same for every model."""
     with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
         torch.manual_seed(0)
-        bound = tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y, objective=kind)
+        bound = tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y)
         return float(bound) / len(data.train_y)
 
 

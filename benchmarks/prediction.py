@@ -126,7 +126,7 @@ def evaluate(
     """Predict the test set; the first method of a split trains the model, whose checkpoint is kept for the others."""
     likelihood = model.likelihood
     if not trained:
-        history = tighter_gp.training.fit(
+        history = tighter_gp.fit(
             model,
             likelihood,
             data.train_x,

@@ -1,14 +1,18 @@
 """Quality against time: test NLPD and RMSE of several ways to train, as the seconds of training go by.
 
 Every method starts from GPyTorch's own hyperparameters and the same k-means inducing points, and is evaluated after each
-epoch with the clock stopped. Run it with nothing else on the machine. The last table says in which fraction of a peer's
-time ours reach its final NLPD.
+epoch with the clock stopped. Ours have several budgets. GPflow and GPJax run in environments of their own (``make peers``)
+and are left out where these are not there. Run it with nothing else on the machine. The last table says in which fraction
+of a peer's time ours reach its final NLPD, with the best of the budgets.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,12 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpytorch
+import numpy as np
 import torch
 from torch import Tensor
 
 import tighter_gp
 
 from .data import Split, check_regression, check_sizes, load_regression
+from .errors import UserError
 from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
@@ -33,6 +39,9 @@ DEFAULTS: dict[str, Any] = {
         "gpytorch tuned",
         "gpytorch ngd",
         "gpytorch large batch",
+        "gpflow ngd",
+        "gpflow ngd float64",
+        "gpjax ngd",
         "svgp",
         "t-svgp",
         "t-solve-gp",
@@ -54,8 +63,11 @@ SMOKE = {
     "methods": ["gpytorch tuned", "gpytorch ngd", "t-svgp", "t-sgpr"],
 }
 
-# Epochs of the peers' recipes, over those of ours.
-_LONGER = {"gpytorch tutorial": 4, "gpytorch tuned": 2, "gpytorch large batch": 2}
+# Budgets as multiples of the epochs: the peers' recipes have one each, ours are tried with several.
+_BUDGETS = {"gpytorch tutorial": (4,), "gpytorch tuned": (2,), "gpytorch large batch": (2,), "t-svgp": (1 / 3, 1, 2)}
+
+# Peers with an environment, and thus a script, of their own.
+_ELSEWHERE = ("gpflow", "gpjax")
 
 
 class SparseGP(gpytorch.models.ApproximateGP):
@@ -83,6 +95,7 @@ class Score(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the experiment."""
     add_common(parser, DEFAULTS)
+    parser.add_argument("--peers-dir", type=Path, default=Path(".venv-peers"), help="environments made by `make peers`")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -90,6 +103,7 @@ def run(args: argparse.Namespace) -> None:
     args = resolve(args, DEFAULTS, SMOKE, tuple(DEFAULTS["methods"]))
     check_regression(args.datasets, args.splits, args.data_dir)
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
+    args.methods = [method for method in args.methods if _is_there(method, args)]
     session = Session("quality", args)
     warm_up()
     planned = [
@@ -99,43 +113,85 @@ def run(args: argparse.Namespace) -> None:
         for split in args.splits
         for seed in args.seed
     ]
-    session.plan([_describe(args, *point, method) for point in planned for method in args.methods])
+    session.plan([one for point in planned for method in args.methods for one in _describe(args, *point, method)])
     for dataset, split, number, seed in planned:
         data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
         points = tighter_gp.inducing.kmeans(data.train_x, number, seed=seed)
-        found: dict[str, list[Score]] = {}
+        results = []
         for method in args.methods:
-            one = _describe(args, dataset, split, number, seed, method)
-            session.run(one, partial(_one, one, data, points, found))
-        if found:
-            print(table(found))
+            for one in _describe(args, dataset, split, number, seed, method):
+                results.append(session.run(one, partial(_one, one, data, points, args.peers_dir)))
+        print(f"\n{dataset}, M={number}\n\n{table(results)}\n")
+
+
+def _is_there(method: str, args: argparse.Namespace) -> bool:
+    """Whether a peer can be run; one that was asked for by name must be there."""
+    name = method.partition(" ")[0]
+    if name not in _ELSEWHERE or (args.peers_dir / name / "bin" / "python").exists():
+        return True
+    if args.methods != DEFAULTS["methods"]:
+        raise UserError(f"{name} is not installed in {args.peers_dir}: run `make peers`, or give --peers-dir.")
+    print(f"{method} is left out: run `make peers` to have it.")
+    return False
 
 
 def _one(
-    run: dict[str, Any], data: Split, points: Tensor, found: dict[str, list[Score]], checkpoint: Path, resume: bool
+    run: dict[str, Any], data: Split, points: Tensor, peers: Path, checkpoint: Path, resume: bool
 ) -> dict[str, Any]:
-    """A line of results; the trace goes to the table too."""
-    trace = found[run["method"]] = _train(run["method"], data, points, run["config"], run["seed"])
-    return {**trace[-1]._asdict(), "trace": [list(score) for score in trace]}
+    """The last scores, and those on the way there."""
+    method, config = run["method"], run["config"]
+    if method.startswith(_ELSEWHERE):
+        trace, bound = _elsewhere(method, data, points, config, peers), None
+    else:
+        trace, bound = _train(method, data, points, config, run["seed"])
+    return {**trace[-1]._asdict(), "bound": bound, "trace": [list(score) for score in trace]}
 
 
 def _describe(
     args: argparse.Namespace, dataset: str, split: int, number: int, seed: int, method: str
-) -> dict[str, Any]:
-    epochs = args.epochs * _LONGER.get(method, 1)
-    config = {"epochs": epochs, "batch_size": args.batch_size, "dtype": str(args.dtype).removeprefix("torch.")}
-    return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": number,
-        "config": config,
-    }
+) -> list[dict[str, Any]]:
+    """The runs of a method: one per budget."""
+    dtype = "float64" if method.endswith("float64") else str(args.dtype).removeprefix("torch.")
+    return [
+        {
+            "dataset": dataset,
+            "split": split,
+            "seed": seed,
+            "method": method,
+            "num_inducing": number,
+            "config": {"epochs": max(1, round(args.epochs * budget)), "batch_size": args.batch_size, "dtype": dtype},
+        }
+        for budget in _BUDGETS.get(method, (1,))
+    ]
 
 
-def _train(method: str, data: Split, points: Tensor, config: dict[str, Any], seed: int) -> list[Score]:
-    """Scores after each epoch."""
+def _elsewhere(method: str, data: Split, points: Tensor, config: dict[str, Any], peers: Path) -> list[Score]:
+    """Scores of a peer in its own environment."""
+    name = method.partition(" ")[0]
+    script, trace = Path(__file__).parent / "peers" / f"{name}_quality.py", []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.npz"
+        arrays = {"points": points, **{key: getattr(data, key) for key in ("train_x", "train_y", "test_x", "test_y")}}
+        np.savez(path, **{key: tensor.cpu().numpy() for key, tensor in arrays.items()})
+        command = [
+            peers / name / "bin" / "python",
+            script,
+            path,
+            config["epochs"],
+            config["batch_size"],
+            config["dtype"],
+        ]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            trace.append(Score(*json.loads(line)))
+    if done.returncode or not trace:
+        raise UserError(f"{name} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no message'}")
+    return trace
+
+
+def _train(method: str, data: Split, points: Tensor, config: dict[str, Any], seed: int) -> tuple[list[Score], float]:
+    """Scores after each epoch, and the bound per datum at the end."""
     torch.manual_seed(seed)
     likelihood = gpytorch.likelihoods.GaussianLikelihood().to(points)
     trace: list[Score] = []
@@ -149,7 +205,7 @@ def _train(method: str, data: Split, points: Tensor, config: dict[str, Any], see
         model = _stock(method, points)
         for seconds in _loop(method, model, likelihood, data, config):
             evaluate(model, seconds)
-        return trace
+        return trace, _bound(model, likelihood, data, gpytorch.mlls.VariationalELBO)
     if method == "t-sgpr":
         kernel = SparseGP(lambda owner: _ours("t-svgp", owner, points), points.size(-1)).covar_module
         mean = gpytorch.means.ConstantMean()
@@ -168,7 +224,14 @@ def _train(method: str, data: Split, points: Tensor, config: dict[str, Any], see
             evaluate(state.model, state.history.seconds)
 
     tighter_gp.fit(model, likelihood, data.train_x, data.train_y, seed=seed, callbacks=[remember], **options)
-    return trace
+    return trace, _bound(model, likelihood, data, options.get("objective", tighter_gp.TighterELBO))
+
+
+def _bound(model: Any, likelihood: Any, data: Split, objective: Any) -> float:
+    options = {} if isinstance(model, tighter_gp.CollapsedGP) else {"objective": objective}
+    return float(tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y, **options)) / len(
+        data.train_y
+    )
 
 
 def _ours(method: str, owner: Any, points: Tensor) -> Any:
@@ -218,17 +281,21 @@ def _loop(method: str, model: Any, likelihood: Any, data: Split, config: dict[st
         yield seconds
 
 
-def table(found: dict[str, list[Score]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Final scores, and when ours reach those of each peer, as a fraction of the peer's time."""
-    ours = [method for method in found if not method.startswith("gpytorch")]
-    lines = ["| method | seconds | NLPD | RMSE | " + " | ".join(f"{o}: time to this NLPD" for o in ours) + " |"]
-    lines.append("|" + " --- |" * (4 + len(ours)))
-    for method, trace in found.items():
-        last = trace[-1]
+    ours = [method for method in DEFAULTS["methods"] if not method.startswith(("gpytorch", *_ELSEWHERE))]
+    ours = [method for method in ours if any(result["method"] == method for result in results)]
+    lines = [
+        "| method | epochs | seconds | NLPD | RMSE | " + " | ".join(f"{o}: time to this NLPD" for o in ours) + " |"
+    ]
+    lines.append("|" + " --- |" * (5 + len(ours)))
+    for result in results:
+        method, last = result["method"], Score(*result["trace"][-1])
         fractions = []
         for other in ours:
-            reached = next((score.seconds for score in found[other] if score.nlpd <= last.nlpd), None)
-            fractions.append("" if other == method else "never" if reached is None else f"{reached / last.seconds:.2f}")
-        cells = [method, f"{last.seconds:.1f}", f"{last.nlpd:.4f}", f"{last.rmse:.4f}", *fractions]
-        lines.append("| " + " | ".join(cells) + " |")
+            traces = [found["trace"] for found in results if found["method"] == other]
+            reached = [score[0] for trace in traces for score in trace if score[1] <= last.nlpd]
+            fractions.append("" if other == method else f"{min(reached) / last.seconds:.2f}" if reached else "never")
+        cells = [method, str(result["config"]["epochs"]), f"{last.seconds:.1f}", f"{last.nlpd:.4f}", f"{last.rmse:.4f}"]
+        lines.append("| " + " | ".join([*cells, *fractions]) + " |")
     return "\n".join(lines)

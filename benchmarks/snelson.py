@@ -147,7 +147,7 @@ def train(run: dict[str, Any], x: Tensor, y: Tensor, checkpoint: Path, resume: b
         model = Uncollapsed(points, kernel)
     model, likelihood = model.to(x), likelihood.to(x)
     kernel.outputscale, kernel.base_kernel.lengthscale, likelihood.noise = 1.0, 1.0, 1.0
-    history = tighter_gp.training.fit(
+    history = tighter_gp.fit(
         model,
         likelihood,
         x,

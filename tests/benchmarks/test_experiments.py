@@ -77,10 +77,10 @@ def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_on
             if state.epoch_end and state.epoch == 4 and not self.tighter:
                 raise Crash
 
-    fit = tighter_gp.training.fit
+    fit = tighter_gp.fit
     with monkeypatch.context() as patched:
         patched.setattr(uci, "Trace", CrashingTrace)
-        patched.setattr(tighter_gp.training, "fit", lambda *a, **k: fit(*a, **k, checkpoint_every=5))
+        patched.setattr(tighter_gp, "fit", lambda *a, **k: fit(*a, **k, checkpoint_every=5))
         with pytest.raises(Crash):
             cli(*common, "--out", tmp_path / "parts")
     assert len(lines(tmp_path / "parts" / "uci.jsonl")) == 1
@@ -98,7 +98,7 @@ def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_on
 
 def test_a_run_with_other_settings_takes_nothing_from_a_checkpoint(cli, tmp_path, monkeypatch):
     own_set(tmp_path)
-    fit = tighter_gp.training.fit
+    fit = tighter_gp.fit
 
     class Crash(Exception):
         pass
@@ -111,11 +111,11 @@ def test_a_run_with_other_settings_takes_nothing_from_a_checkpoint(cli, tmp_path
 
     common = (*SMALL[:-4], "--splits", "0", "--methods", "t-svgp", "--data-dir", tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(tighter_gp.training, "fit", crash)
+        patched.setattr(tighter_gp, "fit", crash)
         with pytest.raises(Crash):
             cli(*common, "--epochs", "6", "--out", tmp_path / "crashed")
     assert len(list((tmp_path / "crashed" / "checkpoints").iterdir())) == 1
-    changed = (*common, "--epochs", "3", "--lr", "0.01")
+    changed = (*common, "--epochs", "3")
     assert cli(*changed, "--out", tmp_path / "crashed", "--resume") == 0
     assert cli(*changed, "--out", tmp_path / "clean") == 0
     (found,), (expected,) = (lines(tmp_path / name / "uci.jsonl") for name in ("crashed", "clean"))

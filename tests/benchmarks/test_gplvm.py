@@ -184,6 +184,8 @@ def test_bad_flags_are_errors(tmp_path):
         (["--num-inducing", "200"], "more than the 150 rows"),
         (["--iterations", "0"], "--iterations must be positive"),
         (["--warmup-epochs", "-1"], "--warmup-epochs must not be negative"),
+        (["--lr", "inf"], "--lr must be positive and finite; got inf"),
+        (["--lr", "nan"], "--lr must be positive and finite; got nan"),
     ):
         with pytest.raises(UserError, match=message):
             gplvm.run(arguments("--smoke", "--out", str(tmp_path), *flags))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.quality import Score, table
+from benchmarks.quality import table
 
 
 def test_smoke_run_traces_every_method(tmp_path, capsys):
@@ -15,7 +16,7 @@ def test_smoke_run_traces_every_method(tmp_path, capsys):
     assert main(["quality", "--smoke", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.rglob("quality.jsonl")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["method"] for line in lines] == ["gpytorch tuned", "gpytorch ngd", "t-svgp", "t-sgpr"]
+    assert [line["method"] for line in lines] == ["gpytorch tuned", "gpytorch ngd", *3 * ["t-svgp"], "t-sgpr"]
     for line in lines:
         seconds = [point[0] for point in line["trace"]]
         assert seconds == sorted(seconds)
@@ -23,12 +24,53 @@ def test_smoke_run_traces_every_method(tmp_path, capsys):
     assert "t-svgp: time to this NLPD" in capsys.readouterr().out
 
 
-def test_the_table_has_the_first_time_at_which_a_peer_is_reached():
-    found = {
-        "gpytorch tuned": [Score(5.0, 0.5, 0.3), Score(10.0, 0.2, 0.2)],
-        "t-svgp": [Score(1.0, 0.4, 0.3), Score(2.0, 0.1, 0.2), Score(3.0, 0.3, 0.2)],
-        "svgp": [Score(1.0, 0.9, 0.3)],
-    }
-    rows = table(found).splitlines()[2:]
-    assert rows[0].split("|")[5:7] == [" 0.20 ", " never "]
-    assert rows[1].split("|")[5:7] == ["  ", " never "]
+def test_the_table_has_the_first_time_at_which_a_peer_is_reached_by_any_budget():
+    results = [
+        {"method": method, "config": {"epochs": len(trace)}, "trace": trace}
+        for method, trace in (
+            ("gpytorch tuned", [[5.0, 0.5, 0.3], [10.0, 0.2, 0.2]]),
+            ("t-svgp", [[1.0, 0.4, 0.3], [2.5, 0.1, 0.2], [3.0, 0.3, 0.2]]),
+            ("t-svgp", [[1.0, 0.4, 0.3], [2.0, 0.2, 0.2]]),
+            ("svgp", [[1.0, 0.9, 0.3]]),
+        )
+    ]
+    rows = [row.split("|") for row in table(results).splitlines()[2:]]
+    assert [row[6:8] for row in rows] == [[" never ", " 0.20 "], [" never ", "  "], [" never ", "  "], ["  ", " 1.00 "]]
+
+
+@pytest.fixture
+def peers(tmp_path):
+    """An environment whose python prints what a peer's script would, or fails."""
+    folder = tmp_path / "peers" / "gpflow" / "bin"
+    folder.mkdir(parents=True)
+
+    def write(program):
+        (folder / "python").write_text(f"#!/bin/sh\n{program}\n")
+        (folder / "python").chmod(0o755)
+        return str(tmp_path / "peers")
+
+    return write
+
+
+def smoke(tmp_path, peers):
+    flags = ["--methods", "gpflow ngd", "--peers-dir", peers, "--out", str(tmp_path / "out")]
+    return main(["quality", "--smoke", *flags])
+
+
+def test_a_peer_runs_in_its_own_environment_with_the_same_data(tmp_path, peers):
+    program = 'echo noise; echo "[1.5, 0.25, 0.5]"; echo "[$3, 0.125, 0.25]"; test -s "$2"'
+    assert smoke(tmp_path, peers(program)) == 0
+    (line,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.rglob("quality.jsonl"))
+    assert line["trace"] == [[1.5, 0.25, 0.5], [2, 0.125, 0.25]]  # the second number is the budget in epochs
+    assert line["nlpd"] == 0.125
+
+
+@pytest.mark.parametrize("program", ["echo broken >&2; exit 1", "exit 0"])
+def test_a_peer_that_fails_is_named_in_one_line(tmp_path, peers, capsys, program):
+    assert smoke(tmp_path, peers(program)) == 2
+    assert "gpflow failed: " in capsys.readouterr().err
+
+
+def test_a_peer_that_was_asked_for_must_be_installed(tmp_path, capsys):
+    assert smoke(tmp_path, str(tmp_path / "nowhere")) == 2
+    assert "run `make peers`" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVar
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tighter_gp.carrier import Carrier
 
 N, M, D, P, K, B = 11, 5, 2, 3, 2, 4
 NUM_DATA = 23  # of which the N points are a batch
@@ -538,3 +539,15 @@ def test_deep_kernel_gives_the_dense_bound_and_trains_its_network():
     pairs = zip(torch.autograd.grad(actual, weights), torch.autograd.grad(expected, weights), strict=True)
     for left, right in pairs:
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("wrap", [independent(), lmc()], ids=["independent", "lmc"])
+def test_a_training_step_makes_no_covariance_between_points(wrap, monkeypatch):
+    model, (x, y) = make_model(wrap, (P,) if wrap.__qualname__.startswith("independent") else (K,)), inputs()
+    likelihood, _ = task_noise()
+
+    def refuse(*args):
+        raise AssertionError("nobody asked for the covariance between points")
+
+    monkeypatch.setattr(Carrier, "to_dense", refuse)
+    (-tighter_gp.TighterELBO(likelihood, model, NUM_DATA)(model(x), y)).backward()

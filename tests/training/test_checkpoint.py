@@ -487,8 +487,17 @@ def once(calls, number):
         raise KeyboardInterrupt
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of Ctrl-C: a process in the background may have been started without one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "lbfgs"])
 @pytest.mark.parametrize("place", ["loss", "validation", "callback", "update"])
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_writes_a_checkpoint_from_which_the_same_numbers_come(tmp_path, monkeypatch, optimizer, place):
     options = {"steps": 9, "batch_size": 16, "lr": 0.05, "optimizer": optimizer}
     options |= {"validation": data(19), "validate_every": 2}
@@ -536,6 +545,7 @@ def test_ctrl_c_without_a_path_is_only_an_interrupt(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_is_not_held_back_and_writes_nothing(tmp_path, monkeypatch):
     loss, calls = Problem.loss, []
 
