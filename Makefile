@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest soak lower-cuda mutants notebooks docs peers clean
+.PHONY: demo test lint types pytest soak lower-cuda mutants notebooks docs peers test-versions clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
@@ -50,6 +50,10 @@ $(STAMP): pyproject.toml constraints.txt
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# Python 3.10 to 3.13 and the lowest versions of the dependencies, each in an environment of its own: gigabytes, an hour.
+test-versions:
+	$(PYTHON) -m tests.tools.versions $(VERSIONS)
 
 # GPflow and GPJax, each in an environment of its own, for `python -m benchmarks speed --peers`.
 peers:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpytorch
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator.utils.errors import NanError, NotPSDError
@@ -31,6 +32,7 @@ from tighter_gp.training import Step
 
 from . import plotting
 from .errors import UserError
+from .report import table as markdown
 from .toy import Data, make_toy, read_csv, toy_function
 
 JITTER = 1e-6
@@ -259,7 +261,7 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as a Markdown table with a caption; what is printed and what the README shows."""
+    """The results as a Markdown table with a caption; what is printed and what the documentation shows."""
     first = results[0]
     which = f"{first['num_test']} test points" if first["num_test"] else "the training points"
     header = ["method", "bound", "exact", "noise", "kernel variance", "RMSE", "mean NLPD", "seconds"]
@@ -270,38 +272,26 @@ def table(results: list[dict[str, Any]]) -> str:
         + [f"{result['seconds']:.1f}"]
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    line = lambda cells: "| " + " | ".join(cells) + " |"
-    aligned = [
-        line(
-            [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]
-        )
-        for cells in [header, *rows]
-    ]
-    rule = line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     made_with = "" if first["true_noise"] is None else f" (the data were made with {first['true_noise']:g})"
     caption = (
         f"{first['dataset']}: {first['num_data']} training points, {first['num_inducing']} inducing points. "
         "bound: lower bound on the log evidence, per datum, higher is tighter; exact: the log evidence per datum at the "
         f"learnt hyperparameters; noise: learnt noise variance{made_with}; RMSE and NLPD: on {which}, lower is better."
     )
-    return "\n".join([aligned[0], rule, *aligned[1:], "", textwrap.fill(caption, 120)])
+    return f"{markdown(header, rows)}\n\n{textwrap.fill(caption, 120)}"
 
 
 def draw(results: list[dict[str, Any]], data: Data) -> plotting.Figure:
-    """Traces of the bounds on the left, the four fits on the right."""
+    """The two collapsed fits in one panel, what all four have learnt beside it, and the bounds during training."""
     by_method = {result["method"]: result for result in results}
     with plotting.style():
-        figure = plotting.new_figure(13.5, 7.2)
-        grid = figure.add_gridspec(2, 3, width_ratios=(1.0, 1.15, 1.15))
+        figure = plotting.new_figure(13.5, 4.6)
+        grid = figure.add_gridspec(2, 3, width_ratios=(1.5, 0.8, 1.0))
+        _draw_fits(figure.add_subplot(grid[:, 0]), [by_method["SGPR"], by_method["T-SGPR"]], data)
+        _draw_bars(figure.add_subplot(grid[0, 1]), results, "noise_variance", "Learnt noise variance", data.noise)
+        _draw_bars(figure.add_subplot(grid[1, 1]), results, "kernel_variance", "Learnt kernel variance", None)
         for row, (family, step) in enumerate((("SGPR", "L-BFGS iteration"), ("SVGP", "step (mini-batches)"))):
-            _draw_traces(figure.add_subplot(grid[row, 0]), [by_method[family], by_method[f"T-{family}"]], step)
-        shared = None
-        for index, method in enumerate(METHODS):
-            shared = figure.add_subplot(grid[index // 2, 1 + index % 2], sharex=shared, sharey=shared)
-            _draw_fit(shared, by_method[method], data)
-        handles, labels = shared.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower right", ncols=len(labels))
+            _draw_traces(figure.add_subplot(grid[row, 2]), [by_method[family], by_method[f"T-{family}"]], step)
     return figure
 
 
@@ -310,40 +300,56 @@ def _draw_traces(axes: Any, results: list[dict[str, Any]], step: str) -> None:
         look = plotting.method_style(result["method"])
         steps, values = zip(*result["trace"], strict=True)
         axes.plot(steps, values, **look, label=f"{result['method']}: {result['bound_per_datum']:.3f}")
-        axes.axhline(result["log_evidence_per_datum"], color=look["color"], linestyle=":", linewidth=1.4)
     # The interesting end of the traces: the first steps lie far below.
     ends = [result["bound_per_datum"] for result in results]
-    top = max(*ends, *(result["log_evidence_per_datum"] for result in results))
-    bottom = max(min(ends) - 1.5 * max(top - min(ends), 0.05), min(v for r in results for _, v in r["trace"]))
-    margin = 0.06 * (top - bottom)
-    axes.set_ylim(bottom - margin, top + margin)
-    axes.set(xlabel=step, ylabel="bound per datum")
-    axes.set_title("Bounds (dotted: exact log evidence)")
+    bottom = max(min(ends) - 3 * max(max(ends) - min(ends), 0.05), min(v for r in results for _, v in r["trace"]))
+    margin = 0.1 * (max(ends) - bottom)
+    axes.set_ylim(bottom - margin, max(ends) + margin)
+    axes.set_xlabel(step)
+    axes.set_title("Bound per datum")
     axes.legend(loc="lower right")
 
 
-def _draw_fit(axes: Any, result: dict[str, Any], data: Data) -> None:
-    fit, look = result["fit"], plotting.method_style(result["method"])
-    plotting.fit_bands(axes, fit["x"], fit["mean"], fit["stddev"], result["noise_variance"], look["color"])
-    if data.name == "toy":
-        truth = toy_function(torch.tensor(fit["x"]).numpy())
-        axes.plot(fit["x"], truth, color=plotting.INK, linewidth=1.2, linestyle=":", label="truth")
-    axes.scatter(data.x.squeeze(-1), data.y, s=9, color=plotting.INK, alpha=0.55, linewidths=0, zorder=3, label="data")
-    inducing = result["inducing_inputs"]
-    axes.plot(
-        inducing,
-        [0.03] * len(inducing),
-        transform=axes.get_xaxis_transform(),
-        linestyle="none",
-        marker="^",
-        markersize=9,
-        color=plotting.INK,
-        label="inducing inputs",
-    )
-    axes.set_title(
-        f"{result['method']}: noise {result['noise_variance']:.4f}, kernel variance {result['kernel_variance']:.3f}"
-    )
-    axes.set(xlabel="x", ylabel="y")
+def _draw_bars(axes: Any, results: list[dict[str, Any]], key: str, title: str, truth: float | None) -> None:
+    for position, result in enumerate(results):
+        color = plotting.method_style(result["method"])["color"]
+        bars = axes.bar(position, result[key], color=color, width=0.7)
+        axes.bar_label(bars, fmt="%.4f", fontsize=9)
+    if truth is not None:
+        axes.axhline(truth, color=plotting.INK, linestyle=":", linewidth=1.4)
+        axes.text(len(results) - 0.5, truth, " truth", va="center", fontsize=9.5)
+    axes.set_xticks(range(len(results)), [result["method"] for result in results], fontsize=9.5)
+    axes.margins(y=0.18)
+    axes.grid(visible=False, axis="x")
+    axes.set_title(title)
+
+
+def _draw_fits(axes: Any, results: list[dict[str, Any]], data: Data) -> None:
+    """Bands of y, less the function that the data were made with if it is known."""
+    base = np.zeros_like if data.noise is None else toy_function
+    x, y = data.x.squeeze(-1).numpy(), data.y.numpy()
+    axes.scatter(x, y - base(x), s=9, color=plotting.INK, alpha=0.5, linewidths=0, zorder=3, label="data")
+    for result, marker in zip(results, "v^", strict=True):
+        look, where = plotting.method_style(result["method"]), np.asarray(result["fit"]["x"])
+        inside = (where >= x.min()) & (where <= x.max())
+        mean = np.asarray(result["fit"]["mean"]) - base(where)
+        width = 2 * np.sqrt(np.square(result["fit"]["stddev"]) + result["noise_variance"])
+        low, high = (mean - width)[inside], (mean + width)[inside]
+        axes.fill_between(where[inside], low, high, color=look["color"], alpha=0.16, linewidth=0)
+        axes.plot(where[inside], low, **look, label=f"{result['method']}, ±2 std")
+        axes.plot(where[inside], high, **look)
+        points = result["inducing_inputs"]
+        place = {"transform": axes.get_xaxis_transform(), "linestyle": "none", "marker": marker, "markersize": 8}
+        axes.plot(points, [0.03] * len(points), color=look["color"], **place)
+    if data.noise is not None:
+        for edge in (-2 * math.sqrt(data.noise), 2 * math.sqrt(data.noise)):
+            axes.axhline(
+                edge, color=plotting.INK, linewidth=1.4, linestyle=":", label="truth, ±2 std" if edge > 0 else None
+            )
+    axes.set(xlabel="x (triangles: inducing inputs)", ylabel="y" if data.noise is None else "y − true function")
+    axes.set_title(f"Predictions of y: {results[0]['num_inducing']} inducing points, {len(y)} data")
+    axes.legend(loc="upper center", fontsize=9.5, ncols=2)
+    axes.margins(y=0.14)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,7 +366,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-fraction", type=float, default=0.0, metavar="P", help="rows of --data to hold out")
     parser.add_argument("--standardise", action="store_true", help="shift and scale --data to mean 0 and variance 1")
     parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
-    parser.add_argument("--publish", action="store_true", help="write the files that the README shows")
+    parser.add_argument("--publish", action="store_true", help="write the files that README and documentation show")
 
 
 def run(args: argparse.Namespace) -> None:

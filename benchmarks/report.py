@@ -71,7 +71,7 @@ LABELS = {
     "tv-bgplvm": "TV-BGPLVM",
 }
 # Experiments that make tables and figures of their own.
-OTHERS = ("demo", "speed")
+OTHERS = ("demo", "quality", "speed", "versions")
 TITLES = {
     "snelson": "One-dimensional regression",
     "prediction": "Last term of the predictive variance",
@@ -401,13 +401,18 @@ def make_report(results: Sequence[Result], figures: Sequence[Path] = ()) -> str:
             parts += ["### Tighter against base", paired]
         drawn = [path for path in figures if path.name.startswith(f"{experiment}_")]
         parts += [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn if path.suffix == ".png"]
-        commands = dict.fromkeys(result.get("command", "") for result in own)
-        parts.append("\n".join(["Made by:", "", "```", *sorted(filter(None, commands)), "```"]))
+        parts.append(commands(own))
     return "\n\n".join(parts) + "\n"
 
 
+def commands(results: Sequence[Result]) -> str:
+    """The command lines that made some results."""
+    found = {result.get("command", "") for result in results}
+    return "\n".join(["Made by:", "", "```", *sorted(filter(None, found)), "```"])
+
+
 def make_summary(results: Sequence[Result]) -> str:
-    """What the README shows: differences alone, and the table of the last term."""
+    """What the documentation shows: differences, and the table of the last term."""
     parts = []
     for experiment, title in TITLES.items():
         own = [result for result in results if result["experiment"] == experiment]

@@ -437,6 +437,9 @@ def _row(line: dict[str, Any]) -> str:
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: medians, the ratio to GPyTorch, and geometric means."""
     points = [line for line in lines if line["experiment"] == "speed"]
+    others = [f"- {_sentence(line)}" for line in lines if line["experiment"] not in ("speed", "speed peers")]
+    if not points:
+        return "\n".join(others)
     methods = list(points[0]["milliseconds"])
     peers: dict[tuple[int, int], dict[str, float]] = {}
     for line in lines:
@@ -454,7 +457,6 @@ def table(lines: list[dict[str, Any]]) -> str:
         ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
         summary.append(f"{method} {statistics.geometric_mean(ratios):.2f}")
     rows += ["", f"Geometric mean of the ratio to GPyTorch's SVGP: {'; '.join(summary)}."]
-    others = [f"- {_sentence(line)}" for line in lines if line["experiment"] not in ("speed", "speed peers")]
     rows += ["", *others] if others else []
     return "\n".join(rows)
 
@@ -466,18 +468,20 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
         figure = new_figure(11, 4.2)
         left, right = figure.subplots(1, 2)
         labels = [f"{line['num_inducing']}\n{line['batch_size']}" for line in points]
-        methods = [m for m in points[0]["milliseconds"] if m != "svgp"]
-        width = 0.8 / len(methods)
+        methods = [m for m in points[0]["milliseconds"] if m != "svgp"] if points else []
+        width = 0.8 / max(1, len(methods))
         for i, method in enumerate(methods):
             ratios = [line["milliseconds"][method] / line["milliseconds"]["gpytorch svgp"] for line in points]
             left.bar([j + i * width for j in range(len(points))], ratios, width=width, label=method)
         left.set_xticks([j + 0.4 - width / 2 for j in range(len(points))], labels)
         left.set(xlabel="M, B", ylabel="step time / GPyTorch SVGP", title="One training step", ylim=(0, 1.5))
-        left.legend(fontsize=9, ncols=2, loc="upper left")
+        if points:
+            left.legend(fontsize=9, ncols=2, loc="upper left")
         for line in lines:
             if line["experiment"] == "speed scaling":
                 label = f"{line['axis'].replace('_', ' ')}: exponent {line['exponent']:.2f}"
                 right.loglog(line["sizes"], line["milliseconds"], marker="o", label=label)
         right.set(xlabel="size", ylabel="ms per step", title="T-SVGP as one size grows")
-        right.legend(fontsize=9)
+        if right.lines:
+            right.legend(fontsize=9)
         save(figure, path)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import latex2mathml.converter  # noqa: E402
+from docutils import nodes  # noqa: E402
+from sphinx.errors import ExtensionError  # noqa: E402
+from sphinx.util import logging  # noqa: E402
+
 import tighter_gp  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 project = "tighter_gp"
 author = "the tighter_gp contributors"
 version = release = tighter_gp.__version__
 copyright = author
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # No network at build time, so no inventories of other projects.
@@ -35,8 +45,8 @@ myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
 
-# MathJax is fetched by the reader's browser; without a network the formulas are shown as TeX.
-mathjax4_config = {"output": {"displayOverflow": "linebreak"}}
+# Formulas become MathML when the pages are built, which every browser renders by itself, without a network.
+html_math_renderer = "mathml"
 
 html_theme = "furo"
 html_title = f"tighter_gp {release}"
@@ -84,8 +94,60 @@ def _resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     return None
 
 
+# What the browsers' common core of MathML lacks: letters by their variant, and the space after a function's name.
+VARIANTS = {"script": "SCRIPT CAPITAL", "double-struck": "DOUBLE-STRUCK CAPITAL"}
+
+
+def _core(mathml: str) -> str:
+    """MathML with what browsers leave out."""
+
+    def letter(match: re.Match[str]) -> str:
+        names = (f"MATHEMATICAL {VARIANTS[match[1]]} {match[2]}", f"{VARIANTS[match[1]]} {match[2]}")
+        return f"<mi>{next(unicodedata.lookup(name) for name in names if _is_letter(name))}</mi>"
+
+    mathml = re.sub(r'<mi mathvariant="(script|double-struck)">([A-Z])</mi>', letter, mathml)
+    thin, name = '<mspace width="0.167em" />', "(<mi>(?:log|exp|max|min)</mi>)"
+    mathml = re.sub(rf"(</(?:mstyle|mfrac|mi|mn|msub|msup|munder)>){name}", rf"\1{thin}\2", mathml)
+    mathml = re.sub(rf"{name}(?=<(?:mi|mn|mo|msub|mfrac)>)", rf"\1{thin}", mathml)
+    return re.sub(r">\\([{}])<", r">\1<", mathml)
+
+
+def _is_letter(name: str) -> bool:
+    try:
+        return bool(unicodedata.lookup(name))
+    except KeyError:
+        return False
+
+
+def _formula(writer: Any, node: Any) -> None:
+    """A formula as MathML; what cannot be converted is a warning, and so an error."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    text = node.astext()
+    try:
+        mathml = _core(latex2mathml.converter.convert(text, display=display))
+    except Exception as error:
+        mathml = f"<code>{html.escape(text)}</code>"
+        logger.warning("cannot convert %r: %r", text, error, location=node)
+    if "\\" in mathml:
+        logger.warning("not all of %r was understood", text, location=node)
+    writer.body.append(f'<div class="formula">{mathml}</div>' if display == "block" else mathml)
+    raise nodes.SkipNode
+
+
+def _offline(app: Any, error: Exception | None) -> None:
+    """Pages that fetch something from the network are an error."""
+    for page in Path(app.outdir).rglob("*.html") if error is None else ():
+        found = re.search(
+            r'<(?:script|link|img|iframe)\b[^>]*?(?:src|href)="(?:https?:)?//[^"]*"', page.read_text("utf-8")
+        )
+        if found:
+            raise ExtensionError(f"{page.name} needs the network: {found[0]}")
+
+
 def setup(app: Any) -> None:
-    """Connect the three."""
+    """Connect the five."""
+    app.connect("build-finished", _offline)
+    app.add_html_math_renderer("mathml", (_formula, None), (_formula, None))
     app.connect("missing-reference", _resolve)
     app.connect("builder-inited", _gather)
     app.connect("autodoc-skip-member", _skip)

@@ -35,7 +35,8 @@ SNIPPETS = {
     for title, section in (part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
     for code in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 }
-PLACES = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE)
+DEPARTURES = (DOCS / "theory.md").read_text(encoding="utf-8")
+PLACES = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE + DEPARTURES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

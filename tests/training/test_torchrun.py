@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from tests.docs.test_readme import PROGRAM, write_data
 from tighter_gp.training import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,32 +26,25 @@ def run(folder: Path, program: str, processes: int) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def write_data(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    rng = np.random.default_rng(0)
-    x = rng.uniform(size=(400, 2))
-    columns = np.column_stack([x, np.sin(6 * x[:, 0]) + x[:, 1] + 0.1 * rng.standard_normal(400)])
-    np.savetxt(folder / "data.csv", columns, delimiter=",", header="a,b,y")
-
-
 def test_the_program_of_the_readme_is_the_same_in_two_processes(tmp_path):
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## A whole program")[1]
-    program = section.split("```python\n")[1].split("```")[0]
-    program = program.replace("epochs=30", "epochs=4").replace("batch_size=1024", "batch_size=64")
+    program = PROGRAM.replace('"epochs": 30', '"epochs": 4, "batch_size": 64').replace(
+        "num_inducing=256", "num_inducing=32"
+    )
     program = program.replace("dtype=torch.float32", "dtype=torch.float64")
     program = "import torch\ntorch.set_default_dtype(torch.float64)\n" + program
     found = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
+        folder.mkdir()
         write_data(folder)
         done = run(folder, program, processes)
         assert done.returncode == 0, done.stderr
-        numbers = [float(number) for number in re.findall(r"(?:RMSE|datum) (-?[\d.]+)", done.stdout)]
+        numbers = [float(number) for number in re.findall(r"(?:NLPD|intervals:) (-?[\d.]+)", done.stdout)]
         assert len(numbers) == 2, done.stdout
         saved = torch.load(folder / "run.pt", weights_only=True)
         assert saved["finished"]
         found.append((numbers, torch.tensor(saved["history"]["loss"]), saved["model"]))
-        assert sorted(path.name for path in folder.iterdir()) == ["data.csv", "program.py", "run.pt"]
+        assert sorted(path.name for path in folder.iterdir()) == ["data.csv", "model.pt", "program.py", "run.pt"]
     (one, one_losses, one_model), (two, two_losses, two_model) = found
     assert two == pytest.approx(one, rel=1e-6)
     torch.testing.assert_close(two_losses, one_losses, rtol=1e-7, atol=1e-7)

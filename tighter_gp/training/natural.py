@@ -165,7 +165,7 @@ class NaturalGradients:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What a step moves: the parameters of q(u)."""
+        """The parameters of q(u), which a step moves."""
         return [p for entry in self._entries.values() for p in entry.distribution.parameters()]
 
     def train_step(
@@ -242,7 +242,7 @@ class NaturalGradients:
 
     @contextmanager
     def recording(self, before: Before | None = None, replay: Sequence[Record] = ()) -> Iterator[list[Record]]:
-        """:func:`~tighter_gp.recording.recorded_projections` with q(u) as a constant."""
+        """``recorded_projections`` with q(u) as a constant."""
         parameters = self.parameters
         for parameter in parameters:
             parameter.requires_grad_(False)

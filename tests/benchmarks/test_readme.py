@@ -1,0 +1,186 @@
+"""Tables of README and documentation from result lines that were made up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import claims, readme, report, time_to_quality
+from tests.benchmarks.support import result, results
+
+TRACES = {
+    "gpytorch tuned": [[5.0, 0.5, 0.3], [10.0, 0.2, 0.2]],
+    "gpytorch tutorial": [[5.0, 0.9, 0.4], [20.0, 0.3, 0.25]],
+    "t-svgp": [[1.0, 0.4, 0.3], [2.0, 0.1, 0.2], [3.0, 0.3, 0.2]],
+    "svgp": [[1.0, 0.9, 0.3], [4.0, 0.25, 0.2]],
+}
+
+
+def lines(**more):
+    made = {"experiment": "quality", "dataset": "kin40k", "num_inducing": 256, "split": 0, "seed": 0, **more}
+    made.setdefault("config", {"epochs": 30})
+    return [{**made, "method": method, "trace": trace} for method, trace in TRACES.items()]
+
+
+# -- quality against time ----------------------------------------------------------------------------------------------
+
+
+def test_a_picture_per_data_set_has_the_best_so_far_of_each_method(tmp_path):
+    drawn = time_to_quality.draw([*lines(), *lines(dataset="protein")], tmp_path)
+    assert [path.name for path in drawn] == ["kin40k.png", "protein.png"]
+    assert all(path.stat().st_size > 5000 for path in drawn)
+    (axes,) = time_to_quality.picture(time_to_quality.by_dataset(lines())["kin40k"], "kin40k").axes
+    shown = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert shown["T-SVGP"] == [[1.0, 0.4], [2.0, 0.1]]
+    assert shown["GPyTorch SVGP, tuned"] == [[5.0, 0.5], [10.0, 0.2]]
+
+
+def test_the_share_of_a_peers_time_is_when_its_final_density_is_first_reached():
+    methods = time_to_quality.by_dataset(lines())["kin40k"]
+    (tuned,), (tutorial,) = methods["gpytorch tuned"], methods["gpytorch tutorial"]
+    assert time_to_quality.share(methods["t-svgp"], tuned) == 0.2
+    assert time_to_quality.share(methods["svgp"], tuned) is None
+    assert time_to_quality.share(methods["svgp"], tutorial) == 0.2
+    rows = time_to_quality.scores(methods).splitlines()
+    assert "T-SVGP is there after" in rows[0]
+    assert [cell.strip() for cell in rows[2].split("|")[1:-1]] == [
+        "GPyTorch SVGP, tuned",
+        "30",
+        "10.0",
+        "0.2000",
+        "0.2000",
+        "0.20",
+        "never",
+    ]
+
+
+def test_without_lines_or_picture_nothing_is_said(tmp_path):
+    assert time_to_quality.headline([], tmp_path) == time_to_quality.section([], tmp_path) == ""
+    assert time_to_quality.headline(lines(), tmp_path) == ""
+    time_to_quality.draw(lines(), tmp_path)
+    assert "after 0.20 of its time" in time_to_quality.headline(lines(), tmp_path)
+    assert time_to_quality.headline(lines(dataset="bike"), tmp_path) == ""
+
+
+def test_of_several_runs_of_a_method_the_first_split_and_most_common_size_are_shown():
+    other = [{**line, "num_inducing": 512} for line in lines()[:1]]
+    later = [{**line, "trace": [[9.0, 9.0, 9.0]]} for line in lines(split=1)]
+    methods = time_to_quality.by_dataset([*later, *other, *lines()])["kin40k"]
+    assert {name: line["trace"] for name, (line,) in methods.items()} == TRACES
+
+
+def test_of_several_budgets_the_best_counts():
+    quick = {**lines()[2], "config": {"epochs": 10}, "trace": [[0.5, 0.35, 0.3], [0.6, 0.28, 0.2]]}
+    methods = time_to_quality.by_dataset([*lines(), quick])["kin40k"]
+    assert time_to_quality.envelope(methods["t-svgp"]) == [(0.5, 0.35), (0.6, 0.28), (2.0, 0.1)]
+    assert time_to_quality.share(methods["t-svgp"], methods["gpytorch tutorial"][0]) == 0.03
+    assert time_to_quality.scores(methods).count("\n| T-SVGP ") == 2
+
+
+def test_lines_of_quality_and_versions_are_no_part_of_the_report(tmp_path):
+    every = [*lines(), {"experiment": "versions", "which": "tested"}, *results()]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in every))
+    assert {one["experiment"] for one in report.load([tmp_path])} == {"uci"}
+
+
+# -- the tables of the README ------------------------------------------------------------------------------------------
+
+
+def test_a_row_per_data_set_with_most_pairs_then_most_inducing_points():
+    large = [{**one, "num_inducing": 512} for one in results() if one["split"] < 2]
+    many = [{**one, "num_inducing": 300} for one in results()]
+    elsewhere = [{**one, "dataset": "mine"} for one in results()]
+    text = readme.headline([*results(), *large, *many, *elsewhere])
+    rows = [line.split("|")[1:4] for line in text.splitlines()[2:] if line.startswith("| kin")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["kin40k", "300", "T-SVGP − SVGP"]]
+    assert "mine" not in text
+    assert readme.headline([]) == ""
+
+
+def test_step_times_have_the_columns_that_were_measured():
+    def line(size, **times):
+        names = {"stock": "gpytorch svgp", "ours": "t-svgp"}
+        return {
+            "experiment": "speed",
+            "num_inducing": size,
+            "batch_size": 8,
+            "milliseconds": {names[name]: value for name, value in times.items()},
+        }
+
+    peer = {"experiment": "speed peers", "method": "gpflow", "num_inducing": 4, "batch_size": 8, "milliseconds": 3.0}
+    text = readme.steps([line(4, stock=2.0, ours=1.0), line(16, stock=4.0, ours=8.0), peer])
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()[:4]]
+    assert rows[0] == ["M, B", "GPyTorch SVGP", "T-SVGP", "GPflow SVGP"]
+    assert rows[2:] == [["4, 8", "2.0", "1.0", "3.0"], ["16, 8", "4.0", "8.0", ""]]
+    assert text.endswith("share of GPyTorch's time: 1.00.")
+
+
+def test_blocks_are_made_anew_and_the_rest_is_left():
+    text = "a\n<!-- one:begin -->\nold\n<!-- one:end -->\nb\n<!-- none:begin -->\n<!-- none:end -->\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readme, "BLOCKS", {"one": lambda: "new", "none": lambda: ""})
+        made = readme.updated(text)
+        assert made == text.replace("old", "new")
+        assert readme.updated(made) == made
+
+
+def test_versions_are_shown_with_their_outcome():
+    versions = {"torch": "2", "gpytorch": "1", "linear-operator": "0", "numpy": "3"}
+    line = {"which": "lowest", "python": "3.10.1", "versions": versions, "counts": {"passed": 7}, "outcome": "passed"}
+    cells = [cell.strip() for cell in readme.versions([line]).splitlines()[2].split("|")[1:-1]]
+    assert cells == ["3.10.1", "2", "1", "0", "3", "passed: 7 passed (the lowest versions allowed)"]
+    assert readme.versions([]) == ""
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def verdicts(found, speed=()):
+    return {row.split("|")[1].strip(): row.split("|")[4].strip() for row in claims.table(found, speed).splitlines()[2:]}
+
+
+def test_a_claim_without_results_has_no_row():
+    assert claims.table([], []) == ""
+    found = verdicts(results())
+    assert "MNIST: substantial gains in all metrics" not in found
+    assert not any(claim.startswith(("Snelson", "oil", "wine")) for claim in found)
+
+
+def test_a_loss_is_no_agreement():
+    claim = "tighter methods match or outperform their base on every data set"
+    assert verdicts(results())[claim] == "in part"  # one of three splits loses
+    won = [one for one in results() if one["split"] == 0]
+    assert verdicts(won)[claim] == "yes"
+
+
+def test_printed_hyperparameters_are_compared_to_their_last_digit():
+    def learnt(method, noise, variance):
+        made = result(method, 0, 0.1 * method.startswith("t"), None, None, noise=noise, outputscale=variance)
+        return {**made, "experiment": "snelson", "dataset": "snelson"}
+
+    claim = "Snelson, 5 inducing points: less noise, a larger kernel variance (noise, variance)"
+    base = learnt("sgpr", 0.1263, 0.0868)
+    assert verdicts([base, learnt("t-sgpr", 0.1152, 0.1071)])[claim] == "yes"
+    assert verdicts([base, learnt("t-sgpr", 0.1252, 0.1071)])[claim] == "no"
+
+
+def test_collapsed_models_are_found_by_size_method_and_blocks():
+    def run(method, size, blocks, rmse, log_likelihood):
+        made = result(method, 0, 0.0, -log_likelihood, rmse, num_inducing=size, config={"num_blocks": blocks})
+        return {**made, "experiment": "blocks"}
+
+    runs = [run("exact", None, None, 0.12, 0.5), run("block", 256, 50, 0.22, -0.04), run("block", 256, 7, 0.0, 0.0)]
+    found = {claim: verdict for claim, verdict in verdicts(runs).items() if claim.startswith("kin40k, 5,000")}
+    assert list(found.values()) == ["in part", "yes"]
+    assert [claim.split(" (")[0] for claim in found] == [
+        "kin40k, 5,000 rows, exact GP",
+        "kin40k, 5,000 rows, 50 blocks, M=256",
+    ]
+
+
+def test_run_times_are_compared_with_our_own_base():
+    line = {"experiment": "speed", "milliseconds": {"svgp": 2.0, "t-svgp": 2.1, "gpytorch svgp": 9.0}}
+    assert verdicts([], [line]) == {"run times are almost identical": "yes"}
+    line["milliseconds"]["t-svgp"] = 3.0
+    assert verdicts([], [line]) == {"run times are almost identical": "no"}
