@@ -32,6 +32,7 @@ from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
 from .runs import Session
+from .time_to_quality import by_dataset, scores
 
 DEFAULTS: dict[str, Any] = {
     "methods": [
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         for method in args.methods:
             for one in _describe(args, dataset, split, number, seed, method):
                 results.append(session.run(one, partial(_one, one, data, points, args.peers_dir)))
-        print(f"\n{dataset}, M={number}\n\n{table(results)}\n")
+        print(f"\n{dataset}, M={number}\n\n{scores(by_dataset(results)[dataset])}\n")
 
 
 def _is_there(method: str, args: argparse.Namespace) -> bool:
@@ -279,23 +280,3 @@ def _loop(method: str, model: Any, likelihood: Any, data: Split, config: dict[st
         model.eval()
         likelihood.eval()
         yield seconds
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """Final scores, and when ours reach those of each peer, as a fraction of the peer's time."""
-    ours = [method for method in DEFAULTS["methods"] if not method.startswith(("gpytorch", *_ELSEWHERE))]
-    ours = [method for method in ours if any(result["method"] == method for result in results)]
-    lines = [
-        "| method | epochs | seconds | NLPD | RMSE | " + " | ".join(f"{o}: time to this NLPD" for o in ours) + " |"
-    ]
-    lines.append("|" + " --- |" * (5 + len(ours)))
-    for result in results:
-        method, last = result["method"], Score(*result["trace"][-1])
-        fractions = []
-        for other in ours:
-            traces = [found["trace"] for found in results if found["method"] == other]
-            reached = [score[0] for trace in traces for score in trace if score[1] <= last.nlpd]
-            fractions.append("" if other == method else f"{min(reached) / last.seconds:.2f}" if reached else "never")
-        cells = [method, str(result["config"]["epochs"]), f"{last.seconds:.1f}", f"{last.nlpd:.4f}", f"{last.rmse:.4f}"]
-        lines.append("| " + " | ".join([*cells, *fractions]) + " |")
-    return "\n".join(lines)

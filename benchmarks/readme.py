@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import claims, demo, report, speed, time_to_quality
+from . import claims, demo, report, speed_tables, time_to_quality
 from .registry import PAPER
 from .runs import read_results
 
@@ -92,7 +92,7 @@ BLOCKS: dict[str, Block] = {
     "results": lambda: report.make_summary(published()),
     "commands": lambda: report.commands(published()),
     "steps": lambda: steps(_lines("speed")),
-    "speed": lambda: speed.table(_lines("speed")),
+    "speed": lambda: speed_tables.table(_lines("speed")),
     "quality-picture": lambda: time_to_quality.headline(_lines("quality"), PUBLISHED / "quality"),
     "quality": lambda: time_to_quality.section(_lines("quality"), PUBLISHED / "quality"),
     "versions": lambda: versions(_lines("versions")),

@@ -68,3 +68,16 @@ def test_missing_peers_are_named(tmp_path, capsys):
         main(["speed", "--smoke", "--no-compile", "--peers", "--peers-dir", str(tmp_path), "--out", str(tmp_path)]) == 2
     )
     assert "gpflow is not installed" in capsys.readouterr().err
+
+
+def test_parts_without_a_grid_have_their_sentences_and_a_picture(tmp_path):
+    line = {
+        "experiment": "speed collapsed",
+        "num_inducing": 5,
+        "num_data": 1000,
+        "seconds": 2.0,
+        "extra_memory_mb": 3.0,
+    }
+    assert speed.table([line]) == "- Collapsed bound and gradient of 1,000 rows at M=5: 2 s, 3 MB extra."
+    speed.draw([line], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
