@@ -16,6 +16,7 @@ __all__ = [
     "as_tensor",
     "check_kind",
     "first_parameter",
+    "from_array",
     "input_rows",
     "move",
     "num_rows",
@@ -101,13 +102,13 @@ class Rows:
                 if isinstance(rows, Tensor)
                 else values[(*place, rows)]
             )
-            return self._converted(_tensor(taken))
+            return self._converted(from_array(taken))
         if isinstance(rows, Tensor):
             return self._converted(values.index_select(self.dim, rows.to(values.device, non_blocking=True)))
         return self._converted(values[(slice(None),) * self.dim + (rows,)])
 
     def _converted(self, values: Tensor) -> Tensor:
-        if values.dtype == torch.uint8 and not self.is_input:
+        if values.dtype in (torch.uint8, torch.bool) and not self.is_input:
             return values.long()  # where 0 - 1 is not 255
         if isinstance(self.values, Tensor) and not self.is_input:
             return values  # a user's tensor of targets is taken as it is
@@ -237,11 +238,18 @@ def reference(*modules: torch.nn.Module) -> Tensor:
     return torch.empty(0)
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has."""
+def from_array(values: np.ndarray) -> Tensor:
+    """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has.
+
+    Example:
+        >>> tighter_gp.data.from_array(torch.arange(3).numpy()[::-1].astype(">f4"))
+        tensor([2., 1., 0.])
+    """
     if values.dtype.kind == "u" and values.dtype.itemsize > 1:
         values = values.astype(np.int64)  # torch has few operations on other unsigned integers
     elif values.dtype.kind == "f" and values.dtype.itemsize > 8:
         values = values.astype(np.float64)
     native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
-    return torch.from_numpy(native if native.flags.writeable else native.copy())
+    # One row of a reversed array is contiguous to numpy, and has a negative stride.
+    usable = native.flags.writeable and min(native.strides, default=0) >= 0
+    return torch.from_numpy(native if usable else native.copy())

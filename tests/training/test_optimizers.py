@@ -163,3 +163,42 @@ def test_adam_is_fused_where_all_parameters_are_on_cuda():
 
     assert can_fuse([OnCuda(), OnCuda()]) is True
     assert can_fuse([OnCuda(), torch.zeros(2)]) is None
+
+
+@pytest.mark.parametrize("frozen", ["variational_mean", "chol_variational_covar"])
+def test_a_distribution_frozen_in_part_is_trained_in_the_other(frozen):
+    model, likelihood = problem()
+    q = model.variational_strategy._variational_distribution
+    getattr(q, frozen).requires_grad_(False)
+    model(data()[0])  # sets q(u)
+    before = {name: parameter.detach().clone() for name, parameter in q.named_parameters()}
+    fit(model, likelihood, *data(), steps=20, batch_size=16)
+    for name, parameter in q.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name == frozen), name
+
+
+class Shrunk(tighter_gp.TighterELBO):
+    """A bound with a term of its own in q(u)."""
+
+    def forward(self, q, target, **kwargs):
+        mean = self.model.variational_strategy._variational_distribution.variational_mean
+        return super().forward(q, target, **kwargs) - 5 * mean.square().mean()
+
+
+class Weighted(gpytorch.mlls.VariationalELBO):
+    def _log_likelihood_term(self, q, target, **kwargs):
+        return 0.1 * super()._log_likelihood_term(q, target, **kwargs)
+
+
+@pytest.mark.parametrize("objective", [Shrunk, Weighted])
+def test_an_objective_of_ones_own_is_the_one_that_q_is_trained_on(objective):
+    model, likelihood = problem()
+    for name, parameter in [*model.named_parameters(), *likelihood.named_parameters()]:
+        parameter.requires_grad_("_variational_distribution" in name)
+    x, y = data()
+    fit(model, likelihood, x, y, steps=400, batch_size=None, objective=objective, lr=0.05)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(objective(likelihood, model, N)(model(x), y), parameters)
+    assert max(gradient.abs().max() for gradient in gradients) < 1e-3
+    with pytest.raises(ValueError, match=f"{objective.__name__} changes the bound"):
+        fit(model, likelihood, x, y, steps=1, objective=objective, natural_gradients=True)

@@ -93,7 +93,7 @@ def carried_terms(
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
-    if target.dtype == torch.uint8:
+    if target.dtype in (torch.uint8, torch.bool):
         target = target.long()  # where 0 - 1 is not 255
     if mask is not None:
         target = filled(target, mask)
@@ -200,8 +200,6 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
 
 def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
     """Raise unless targets fit q(f) and the likelihood."""
-    if target.dtype == torch.bool:
-        raise TypeError("Targets are bool, which have no arithmetic; convert them, such as y.float().")
     # A likelihood of several functions may have one label per point.
     is_one_dimensional = isinstance(likelihood, _OneDimensionalLikelihood) or is_gaussian(likelihood)
     allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}

@@ -32,6 +32,7 @@ from .precision import (
     jitter_suffices,
     noise_tolerance,
     read,
+    unlowered_spread,
 )
 
 # Makes the factor of a joint covariance from a function of a block, its name and perhaps its scale.
@@ -164,7 +165,7 @@ class Projector:
             read(covar[..., top, top], to_dense, own),
             read(covar[..., top, bottom], to_dense, dtype),
             read(covar[..., bottom, bottom], diagonal, dtype),
-            0.0,
+            0.0 if dtype == self.wide else unlowered_spread(covar),
             covar,
         )
 
@@ -223,16 +224,22 @@ class Projector:
             raise_if_not_finite(x)
             first = x if first is None else first
             prior = self.prior(_together(self.points, x if self.inputs is None else self.inputs(x)[1]), **kwargs)
-            lowered = lower_lazy(prior.lazy_covariance_matrix) if self.lower else None
-            if lowered is None or lowered.spread is None or self._first_precision(x.dtype) == self.wide:
-                continue
-            features = prior.lazy_covariance_matrix.x1
-            z, data = features[..., : self.num_inducing, :], features[..., self.num_inducing :, :]
-            spread = lowered.spread(lowered.values, z, data)
-            self.least_spread = spread.clamp_min(self.least_spread)
+            if self._first_precision(x.dtype) != self.wide:
+                self._widen(prior.lazy_covariance_matrix)
         if first is not None and self.factor is None:
             self.factorized(first[..., :1, :], **kwargs)
         return self
+
+    def _widen(self, covar: LinearOperator) -> None:
+        """Let no later decision forget how far these inputs lie apart."""
+        lowered, spread = lower_lazy(covar) if self.lower else None, None
+        if lowered is None:
+            spread = unlowered_spread(covar)
+        elif lowered.spread is not None:
+            z, data = covar.x1[..., : self.num_inducing, :], covar.x1[..., self.num_inducing :, :]
+            spread = lowered.spread(lowered.values, z, data)
+        if isinstance(spread, Tensor):
+            self.least_spread = spread.clamp_min(self.least_spread)
 
     def _first_precision(self, dtype: torch.dtype) -> torch.dtype:
         if self.precision is None:

@@ -128,7 +128,7 @@ def fit(
         parameters of the best. None: never stop, end with the last.
     :param checkpoint: File to keep the state of the run in; at any moment it is whole.
     :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
-    :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model and settings, but for the
+    :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
         number of steps. A run that has ended, also one that a callback or early stopping ended, stays ended.
     :param seed: Seed of all that is random.
     :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end
@@ -203,7 +203,8 @@ def fit(
         mll = make_objective(model, likelihood, objective, source.num_data)
         check_arguments(kwargs, likelihood, mll, function=fit)
         source.add_arguments(kwargs)
-        distributed.check_same(source.fingerprint(), like.device)
+        fingerprint = source.fingerprint()
+        distributed.check_same(fingerprint, like.device)
         if steps is None:
             default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
             steps = (default if epochs is None else epochs) * source.steps_per_epoch
@@ -224,6 +225,7 @@ def fit(
                 "seed": seed,
                 "num_data": source.num_data,
                 "batch_size": source.batch_size,
+                "data": fingerprint.hex(),
                 **settings,
                 "arguments": sorted(kwargs),
                 "parameters": {name: list(parameter.shape) for name, parameter in problem.parameters.items()},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
@@ -17,7 +17,7 @@ from .batches import Batch, BatchSource
 from .randomness import own_random_state, seed_generators, seed_of
 
 # Samplers whose length is not the number of points they visit, and where they have these points.
-_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source", WeightedRandomSampler: "weights"}
+_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source"}
 
 
 class LoaderBatches(BatchSource):
@@ -92,7 +92,7 @@ class LoaderBatches(BatchSource):
         x, y, *index = batch
         if self.check_y is not None:
             self.check_y(y)
-        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        x, y = x.unsqueeze(-1) if x.dim() == 1 else x, y.long() if y.dtype in (torch.uint8, torch.bool) else y
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
         x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
         weight = len(x) / distributed.total(len(x), self.like.device)
@@ -118,6 +118,13 @@ def num_visited(loader: Any, device: torch.device) -> int:
     :raises ValueError: If only a part of the dataset can be seen, and it is unknown which.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(loader, DataLoader) and batch_sampler is None:
+        batch_sampler = loader.sampler  # batch_size=None: what it yields are batches, or items of the dataset are
+        if not isinstance(batch_sampler, BatchSampler | BlockBatchSampler):
+            raise ValueError(
+                "A DataLoader with batch_size=None does not say how many points its batches have in all: pass their number, "
+                "fit(..., num_data=)."
+            )
     if batch_sampler is None:
         return len(loader.dataset)
     if isinstance(batch_sampler, BlockBatchSampler):
@@ -128,6 +135,8 @@ def num_visited(loader: Any, device: torch.device) -> int:
     for kind, points in _POPULATIONS.items():
         if isinstance(sampler, kind):
             return len(getattr(sampler, points))
+    if isinstance(sampler, WeightedRandomSampler):
+        return int((sampler.weights > 0).sum())
     if hasattr(sampler, "indices"):
         return _joined(len({int(row) for row in sampler.indices}), loader, device)
     if isinstance(sampler, (list, tuple)):

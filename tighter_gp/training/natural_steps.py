@@ -42,6 +42,10 @@ def refusal(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
         return f"q(u) is a {type(forms[0]).__name__}, which has no natural parameters"
     if not isinstance(objective, VariationalELBO | TighterELBO) and not hasattr(objective, "is_tighter"):
         return f"{type(objective).__name__} is not known to be an evidence lower bound"
+    bases = [base for base in (TighterELBO, VariationalELBO) if isinstance(objective, base)]
+    methods = ("forward", "_log_likelihood_term")
+    if any(getattr(type(objective), name) is not getattr(base, name) for base in bases[:1] for name in methods):
+        return f"{type(objective).__name__} changes the bound, and q(u) would be moved to the optimum of another"
     if is_sampled(likelihood) and not isinstance(objective, TighterELBO):
         return f"{type(objective).__name__} samples {type(likelihood).__name__}, whose slopes are then no curvature"
     return ""
@@ -231,7 +235,8 @@ def _kinds(problem: Problem) -> dict[str, str]:
         for module in root.modules():
             if isinstance(module, TighterStrategy):
                 for distribution in module.distributions:
-                    if has_natural_step(distribution):
+                    # One that is frozen in part has no natural step: Adam trains the rest of it.
+                    if has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters()):
                         kinds |= {id(p): "q" for p in distribution.parameters()}
             if isinstance(module, Kernel | Mean | Likelihood | Conditional):
                 for parameter in module.parameters():
