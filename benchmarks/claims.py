@@ -55,7 +55,13 @@ def table(results: Sequence[Result], speed: Sequence[dict[str, Any]]) -> str:
         *_latents(_of(results, "gplvm")),
         *_collapsed(_of(results, "blocks")),
     ]
-    return report.table(["claim", "the paper", "found here", "agrees?"], rows) if rows else ""
+    if not rows:
+        return ""
+    return (
+        f"{report.table(['claim', 'the paper', 'found here', 'agrees?'], rows)}\n\n"
+        f"*Wins* and *losses* are differences of at least {report.TIE}, in nats per point or standard deviations of the target, "
+        f"for error rates {100 * report.TIE} percentage points. *In part*: some of it, or by less than the paper reports."
+    )
 
 
 def _of(results: Sequence[Result], experiment: str) -> list[Result]:

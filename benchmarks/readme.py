@@ -71,7 +71,8 @@ def steps(lines: list[dict[str, Any]]) -> str:
     rows = [[f"{m}, {b}", *(f"{at[name]:.1f}" if name in at else "" for name in names)] for (m, b), at in times.items()]
     ratio = statistics.geometric_mean(at["t-svgp"] / at["gpytorch svgp"] for at in times.values())
     text = report.table(["M, B", *(STEPS[name] for name in names)], rows)
-    return f"{text}\n\nGeometric mean of T-SVGP's share of GPyTorch's time: {ratio:.2f}."
+    threads = ", ".join(sorted({str(line["threads"]) for line in points}))
+    return f"{text}\n\nGeometric mean of T-SVGP's share of GPyTorch's time: {ratio:.2f} ({threads} threads)."
 
 
 def versions(lines: list[dict[str, Any]]) -> str:
