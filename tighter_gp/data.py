@@ -242,8 +242,8 @@ def from_array(values: np.ndarray) -> Tensor:
     """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has.
 
     Example:
-        >>> tighter_gp.data.from_array(torch.arange(3).numpy()[::-1].astype(">f4"))
-        tensor([2., 1., 0.])
+        >>> tighter_gp.data.from_array(torch.arange(3).numpy()[::-1].astype(">f4")).tolist()
+        [2.0, 1.0, 0.0]
     """
     if values.dtype.kind == "u" and values.dtype.itemsize > 1:
         values = values.astype(np.int64)  # torch has few operations on other unsigned integers
