@@ -36,7 +36,7 @@ def covers_rounding(
     :param dtype: The precision in which the covariances are evaluated.
     :param spread: Largest squared norm of the inputs in lengthscales.
     """
-    return torch.finfo(dtype).eps * (8 + 0.5 * spread) * variance.detach().amax() <= tolerance
+    return (8 + 0.5 * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
 
 
 def noise_tolerance(factor: Tensor, noise: Tensor | float) -> Tensor:
