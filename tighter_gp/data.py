@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import check_device
+
 __all__ = [
     "Rows",
     "as_tensor",
@@ -62,8 +64,7 @@ class Rows:
         if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
             raise TypeError(f"{name} must hold numbers; got an array of {values.dtype}.")
         if isinstance(values, Tensor):
-            if values.device != like.device:
-                raise ValueError(f"{name} is on {values.device} and the model on {like.device}; move one to the other.")
+            check_device(values, like.device, f"{name} is")
             if is_input and values.is_floating_point() and values.dtype != like.dtype:
                 raise ValueError(
                     f"{name} is {values.dtype} and the model {like.dtype}; convert one, such as {name}.to({like.dtype})."
@@ -171,15 +172,23 @@ def check_kind(name: str, value: Any) -> None:
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:
-    """A batch on a device; to CUDA through pinned memory, without waiting.
+    """A batch on a device; to an accelerator through pinned memory, without waiting.
 
     Example:
         >>> tighter_gp.data.move(torch.ones(3), torch.device("cpu")).device
         device(type='cpu')
     """
-    if device.type == "cuda" and values.device.type == "cpu":
+    if values.device.type == "cpu" and _has_pinned_memory(device.type):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
+
+
+def _has_pinned_memory(device_type: str) -> bool:
+    """Whether torch pins memory for this kind of device: its one accelerator, which before torch 2.6 is CUDA."""
+    if not hasattr(torch, "accelerator"):
+        return device_type == "cuda"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device_type == accelerator.type != "mps"
 
 
 def num_rows(x: Any) -> int:

@@ -14,9 +14,10 @@ from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
 from tests.training.problems import M, N, collapsed, data, gplvm, per_point, problem, state
-from tighter_gp.training import fit
+from tighter_gp.training import distributed, fit
 from tighter_gp.training.lbfgs import FullBatchLBFGS
 from tighter_gp.training.optimizers import Optimizers, can_fuse
+from tighter_gp.training.steps import joined_rows
 
 
 def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
@@ -202,3 +203,29 @@ def test_an_objective_of_ones_own_is_the_one_that_q_is_trained_on(objective):
     assert max(gradient.abs().max() for gradient in gradients) < 1e-3
     with pytest.raises(ValueError, match=f"{objective.__name__} changes the bound"):
         fit(model, likelihood, x, y, steps=1, objective=objective, natural_gradients=True)
+
+
+def test_sparse_gradients_of_the_batchs_rows_are_joined_with_a_flag_instead_of_a_wait():
+    table, rows = torch.nn.Parameter(torch.randn(6, 2)), torch.tensor([4, 1, 3])
+    picked = torch.nn.functional.embedding(torch.cat([rows, rows]), table, sparse=True)
+    (torch.randn(6, 2) * picked).sum().backward()
+    flags = []
+    found, expected = joined_rows(table.grad, rows, flags), table.grad.coalesce()
+    assert found.is_coalesced()
+    assert torch.equal(found.indices(), expected.indices())
+    torch.testing.assert_close(found.values(), expected.values())
+    for other in (torch.tensor([4, 1, 2]), torch.tensor([4, 1, 1]), torch.tensor([0, 1, 2, 3, 4, 5])):
+        joined_rows(table.grad, other, flags)
+    assert list(map(bool, flags)) == [True, False, False, False]
+
+
+def test_gradients_of_one_dtype_are_summed_in_one_message(monkeypatch):
+    messages = []
+    monkeypatch.setattr(distributed, "is_active", lambda: True)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda tensor: messages.append(tensor.numel()))
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (4,), ())]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    loss, failed = distributed.sum_gradients(parameters, torch.tensor(1.0))
+    assert (float(loss), failed) == (1.0, 0)
+    assert messages == [2 + 2 * len(parameters), 11]  # the loss with what is there, then all gradients

@@ -119,10 +119,10 @@ def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, *
     :class:`~gpytorch.likelihoods.SoftmaxLikelihood` has features transposed. Here correlated tasks are drawn together,
     and no batch is transposed; otherwise the draws are GPyTorch's. A Laplace likelihood has a closed form.
     """
-    if hasattr(likelihood, "expected_log_prob_of_moments") and not isinstance(q, MultitaskMultivariateNormal):
-        return likelihood.expected_log_prob_of_moments(
-            targets, q.mean, q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
-        )
+    if hasattr(likelihood, "expected_log_prob_of_moments"):
+        is_multitask = isinstance(q, MultitaskMultivariateNormal)
+        variance = marginal_variance(q) if is_multitask else q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+        return likelihood.expected_log_prob_of_moments(targets, q.mean, variance)
     if _is_laplace(likelihood):
         return _laplace_expectation(likelihood, targets, q)
     if not is_sampled(likelihood):

@@ -39,7 +39,7 @@ def covers_rounding(
     :param dtype: The precision in which the covariances are evaluated.
     :param spread: Largest squared norm of the inputs in lengthscales.
     """
-    return torch.finfo(dtype).eps * (8 + 0.5 * spread) * variance.detach().amax() <= tolerance
+    return (8 + 0.5 * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from ..checks import all_finite, check_device, checks_are_deferred, passed, raise_if_not_finite, same_values
+from ..checks import all_finite, asks_precision, check_device, passed, raise_if_not_finite, same_values
 from ..maths.fused import reuse_cholesky
 from ..maths.linalg import cholesky, project, residual_variance
 from ..settings import float32_factor
@@ -176,6 +176,9 @@ class Projector:
         values = [value.to(dtype) for value in lowered.values]
         features = features.to(dtype)
         z, data = features[..., : self.num_inducing, :], features[..., self.num_inducing :, :]
+        if own == dtype and lowered.blocks is not None:
+            inducing, cross, largest = lowered.blocks(values, features, self.num_inducing)
+            return inducing, cross, lowered.variance(values, data), largest
         if own == dtype:
             inducing = lowered.covariance(values, z, z)
         else:
@@ -206,7 +209,7 @@ class Projector:
         if factor is None:
             factor, succeeded = self._try(matrix)
             flags.append(succeeded)
-        if dtype != self.wide and not self.is_exact and not checks_are_deferred():
+        if dtype != self.wide and not self.is_exact and asks_precision():
             flags.append(self._covers(prior, factor, dtype))
         if not flags or passed(*flags):
             return self._keep(prior, matrix, factor, dtype)
@@ -250,8 +253,9 @@ class Projector:
     def _covers(self, prior: PriorBlocks, factor: Tensor, dtype: torch.dtype) -> Tensor:
         variance = prior.inducing_covar.diagonal(dim1=-1, dim2=-2)
         tolerance = self.jitter if self.noise is None else noise_tolerance(factor, self.noise)
-        spread = prior.spread if isinstance(prior.spread, Tensor) else variance.new_full((), prior.spread)
-        spread = spread.clamp_min(self.least_spread)
+        spread, least = prior.spread, self.least_spread
+        if isinstance(least, Tensor):
+            spread = least if not isinstance(spread, Tensor) else spread.clamp_min(least)
         return covers_rounding(tolerance, variance, dtype, spread)
 
     def _jittered(self, inducing_covar: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -268,7 +272,8 @@ class Projector:
         def factorize(block: Tensor, *_: Any) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(block)
             # Zero times NaN is NaN: one comparison for both questions.
-            succeeded.append((factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info).sum() == 0)
+            both = factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info
+            succeeded.append((both.sum() if both.dim() else both) == 0)
             return factor
 
         factor = self.factorize(matrix, factorize)
