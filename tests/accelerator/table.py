@@ -52,7 +52,7 @@ WAITS: dict[str, tuple[int, int]] = {
 WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
 
 # In fit, the loss included, with debug on and off, with natural gradients where they can be and with Adam alone. An LMC
-# uploads its jitter in every pass, a deep GP looks at the variances between its layers, a kernel that is not lowered compares
+# uploads its jitter in every pass, a deep GP looks at the moments between its layers, a kernel that is not lowered compares
 # its inputs: all three are GPyTorch's.
 WAITS_OF_FIT: dict[str, tuple[int, int | None]] = {
     "T-SVGP": (1, 1),
@@ -66,7 +66,7 @@ WAITS_OF_FIT: dict[str, tuple[int, int | None]] = {
     "multitask": (1, 1),
     "LMC": (3, 2),
     "GPLVM": (1, 1),
-    "deep GP": (2, 2),
+    "deep GP": (4, 4),
     "mean-field q(u)": (1, 1),
     "natural q(u)": (1, None),
 }

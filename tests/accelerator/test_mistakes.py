@@ -24,7 +24,7 @@ data = lambda device="dev:1": (torch.randn(N, D).to(device), torch.randn(N).to(d
 def test_a_step_says_what_was_left_behind(feature):
     here, step = step_of(feature, "cpu"), step_of(feature, "dev:1")
     x, y, *index = step.data
-    with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu(,| and) the model( is)? on dev:1"):
+    with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu, the model is on dev:1"):
         step.loss(here.data[0], y, *index)
     with pytest.raises(ValueError, match="Targets are on cpu, the model is on dev:1"):
         step.loss(x, here.data[1], *index)
@@ -58,12 +58,12 @@ def test_answers_say_what_was_left_behind(feature):
     model, likelihood = step.module.model, step.module.likelihood
     x, y = data()
     for answer in (tighter_gp.evaluate_bound, tighter_gp.set_optimal_q, tighter_gp.diagnose):
-        with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu(,| and) the model( is)? on dev:1"):
+        with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu, the model is on dev:1"):
             answer(model, likelihood, x.cpu(), y)
-        with pytest.raises(ValueError, match="Targets are on cpu, the model is on dev:1"):
+        with pytest.raises(ValueError, match=r"(Targets are|y is) on cpu, the model is on dev:1"):
             answer(model, likelihood, x, y.cpu())
     for predict in (tighter_gp.predict, lambda model, x: tighter_gp.predict_y(model, likelihood, x)):
-        with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu(,| and) the model( is)? on dev:1"):
+        with pytest.raises(ValueError, match=r"(Inputs are|x is) on cpu, the model is on dev:1"):
             predict(model, x.cpu())
     likelihood.cpu()
     for answer in (tighter_gp.evaluate_bound, tighter_gp.set_optimal_q, tighter_gp.diagnose):

@@ -153,7 +153,8 @@ def test_walk_from_x_to_the_loss_enters_each_stage_once_in_this_order(kind, dtyp
     mll = tighter_gp.TighterELBO(likelihood, model, 13)
     step = lambda: -mll(model(x), y)
     step()  # the first call also sets q(u)
-    assert stages_of(step) == WALK
+    # Inside a wrapper the terms of the points are not one operation.
+    assert stages_of(step) == [stage for stage in WALK if num_tasks is None or "gaussian_terms" not in stage]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ for _conditional in ("beta", "scalar"):
     )
 
 
-@pytest.mark.parametrize("form", Q_FORMS)
+@pytest.mark.parametrize("form", [form for form in Q_FORMS if form != "natural"])  # which GPyTorch factorises twice
 def test_the_counts_are_those_of_gpytorchs_own_strategy(form):
     case = _suite("Stock", form=form, objective=VariationalELBO, strategy=VariationalStrategy)()
     case.setUp()

@@ -38,7 +38,8 @@ _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 # Learning rate of Adam for q(u), and for parameters that are none of a GP.
 _ADAM_LR = 0.01
 
-# From how many steps on compiling them pays: it takes about 15 seconds, and saves a few milliseconds per step.
+# From how many steps on compiling them pays: with 256 inducing points and 1,024 points per batch, on one busy core, it took
+# some 50 seconds of the processor's time and saved 11 milliseconds per step.
 _COMPILED_STEPS = 5000
 
 log = logging.getLogger("tighter_gp")

@@ -8,8 +8,8 @@ gradients, is another class with these five names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -182,7 +182,7 @@ class Attempts:
         if self.problem.device.type == "cpu" or distributed.is_active() or self.num_checked:
             self.num_checked = max(0, self.num_checked - 1)
             return _joined_gradients(parameters, gradients, batch)
-        with suppress(ValueError), deferred_checks(asks_precision=True) as flags, unvalidated_distributions():
+        with suppress(ValueError), deferred_checks(asks_precision=True) as flags:
             found = _joined_gradients(parameters, gradients, batch, flags)
             if found.error is None:
                 return found
@@ -190,17 +190,6 @@ class Attempts:
         self.num_checked = _CHECKED_STEPS
         self.problem.seed_step(number)
         return _joined_gradients(parameters, gradients, batch)
-
-
-@contextmanager
-def unvalidated_distributions() -> Iterator[None]:
-    """Torch's distributions do not look at their parameters for the length of the block."""
-    validates = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(validates)
 
 
 def _joined_gradients(
