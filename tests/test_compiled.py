@@ -367,3 +367,16 @@ def test_a_replaced_parameter_is_the_one_that_is_used(how):
         mll.model.mean_module.raw_constant = torch.nn.Parameter(torch.tensor(2.0))
     torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=0)
     assert all(parameter.grad is not None for parameter in mll.parameters())
+
+
+def test_a_setting_that_is_a_list_makes_another_graph():
+    mll, x, y = with_extractor()
+    extractor = mll.model.extractor
+    extractor.norm, extractor.shifts = torch.nn.Identity(), [0.0]
+    extractor.forward = lambda inputs: extractor.linear(inputs) + extractor.shifts[0]
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    mll.model.covar_module = gpytorch.kernels.LinearKernel()  # which knows where zero is
+    first = step(x, y)
+    extractor.shifts[0] = 2.0
+    assert (step(x, y) - first).abs() > 1e-3
+    torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=0)
