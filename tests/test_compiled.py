@@ -419,3 +419,16 @@ def test_natural_parameters_outlive_the_memory_of_cuda_graphs():
         runs.append(losses)
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 4
+
+
+def test_a_setting_that_is_a_list_makes_another_graph():
+    mll, x, y = with_extractor()
+    extractor = mll.model.extractor
+    extractor.norm, extractor.shifts = torch.nn.Identity(), [0.0]
+    extractor.forward = lambda inputs: extractor.linear(inputs) + extractor.shifts[0]
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    mll.model.covar_module = gpytorch.kernels.LinearKernel()  # which knows where zero is
+    first = step(x, y)
+    extractor.shifts[0] = 2.0
+    assert (step(x, y) - first).abs() > 1e-3
+    torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=0)

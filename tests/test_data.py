@@ -68,6 +68,7 @@ def test_a_fingerprint_tells_data_apart_but_not_their_container():
 
 def test_batches_go_to_cuda_through_pinned_memory(monkeypatch):
     calls = []
+    monkeypatch.setattr("tighter_gp.data._has_pinned_memory", lambda kind: kind == "cuda")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append((args, kwargs)) or self)
     move(torch.ones(2), torch.device("cuda", 0))

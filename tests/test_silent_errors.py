@@ -7,6 +7,7 @@ import threading
 import warnings
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
@@ -127,6 +128,29 @@ def test_collapsed_gp_follows_what_is_swapped(swap):
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(model.predict(P.x + 0.1).mean, expected)
     torch.testing.assert_close(tighter_gp.predict(model, P.x + 0.1).mean, expected)
+
+
+class Listed(gpytorch.means.Mean):
+    """A mean with settings that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self._powers = [1.0, 2.0], {"first": np.ones(2)}
+
+    def forward(self, x):
+        return (x * x.new_tensor(self.weights) * torch.as_tensor(self._powers["first"]).to(x)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda mean: mean.weights.append(mean.weights.pop(0)), lambda mean: mean._powers["first"].fill(3.0)]
+)
+def test_collapsed_gp_follows_lists_and_arrays_that_change_in_place(change):
+    model = tighter_gp.CollapsedGP(P.x, P.y, P.z, ScaleKernel(RBFKernel()), make_noise(0.1), Listed())
+    before = model.predict(P.x + 0.1).mean
+    change(model.mean_module)
+    expected = copy.deepcopy(model).predict(P.x + 0.1).mean
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(model.predict(P.x + 0.1).mean, expected)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

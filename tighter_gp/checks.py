@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpytorch import settings
+from gpytorch import Module, settings
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
@@ -101,6 +102,10 @@ def same_values(known: Tensor, current: Tensor) -> bool:
     return known.is_meta or torch.equal(known, current)
 
 
+# What every module has, and what is no setting of one.
+INTERNAL = {*vars(Module()), "training", "_memoize_cache", "_known", "_warned"}
+
+
 class ModuleState:
     """What the values of some modules depend on: which objects they are, their tensors by value, their plain attributes."""
 
@@ -123,13 +128,25 @@ class ModuleState:
 def _state(*modules: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, Any], list[Tensor]]]:
     for module in modules:
         for child in module.modules():
-            attributes = {name: value for name, value in vars(child).items() if name != "training"}
-            plain = {
-                n: v for n, v in attributes.items() if isinstance(v, (bool, int, float, str, tuple)) or callable(v)
-            }
+            attributes = {name: value for name, value in vars(child).items() if name not in INTERNAL}
+            plain = {n: plain_value(v) if not callable(v) else v for n, v in attributes.items()}
             tensors = [v for v in attributes.values() if isinstance(v, Tensor)]
             own = (*child._parameters.values(), *child._buffers.values())
             yield child, plain, [*tensors, *(tensor for tensor in own if tensor is not None)]
+
+
+def plain_value(value: Any) -> Any:
+    """A number, a string, a list, a dict or an array as something to compare with later, also if it is changed in place;
+    None for anything else.
+    """
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if not isinstance(value, (tuple, list, dict, set, np.ndarray)):
+        return None
+    try:
+        return pickle.dumps(value)
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return id(value)
 
 
 def check_inputs(x: Tensor, num_dims: int) -> None:

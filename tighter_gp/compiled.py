@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .checks import NUMERICAL_ERRORS, deferred_checks, first_line
+from .checks import NUMERICAL_ERRORS, deferred_checks, first_line, plain_value
 from .maths.linalg import full_precision
 from .settings import float32_factor
 
@@ -196,8 +196,8 @@ class CompiledStep:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield id(value), value._version
-                elif isinstance(value, (bool, int, float, str)):
-                    yield name, value
+                elif isinstance(value, (bool, int, float, str)) or not name.startswith("_"):
+                    yield name, plain_value(value)
 
     def _capture(
         self,
