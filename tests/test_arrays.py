@@ -33,7 +33,7 @@ def collapsed():
     return tighter_gp.CollapsedGP(P.x, P.y, P.z, kernel(), make_noise(0.1))
 
 
-@pytest.fixture(params=["array", "big-endian", "read-only", "memory map"])
+@pytest.fixture(params=["array", "big-endian", "read-only", "reversed", "memory map"])
 def convert(request, tmp_path):
     """From a tensor to an array of the same numbers."""
     count = iter(range(100))
@@ -42,6 +42,8 @@ def convert(request, tmp_path):
         values = tensor.numpy()
         if request.param == "big-endian":
             return values.astype(">f8")
+        if request.param == "reversed":
+            return values[::-1].copy()[::-1]
         if request.param == "read-only":
             values = values.copy()
             values.flags.writeable = False
@@ -107,6 +109,14 @@ def test_collapsed_gp_of_arrays(convert):
     torch.testing.assert_close(value, tighter_gp.collapsed_bound(kernel(), P.z, P.x, P.y, NOISE))
 
 
+def test_scores_take_arrays_and_single_rows_of_them(convert):
+    model, likelihood = sparse(), make_noise(0.1)
+    expected = tighter_gp.predict_y(model, likelihood, P.x).log_prob(P.y)
+    x, y = convert(P.x), convert(P.y)
+    torch.testing.assert_close(tighter_gp.predict_y(model, likelihood, x).log_prob(y), expected)
+    torch.testing.assert_close(tighter_gp.predict_y(model, likelihood, x[:1]).log_prob(y[:1]), expected[:1])
+
+
 def test_arrays_take_the_precision_of_the_model():
     model, likelihood = sparse().float(), make_noise(0.1).float()
     expected = tighter_gp.evaluate_bound(model, likelihood, P.x.float(), P.y.float())
@@ -119,7 +129,7 @@ def test_labels_of_arrays():
     likelihood, model = gpytorch.likelihoods.BernoulliLikelihood(), sparse()
     y = (P.y > 0).long()
     expected = tighter_gp.evaluate_bound(model, likelihood, P.x, y.double())
-    for labels in (y, y.numpy(), y.numpy().astype(np.uint8), y.double().numpy()):
+    for labels in (y, y.bool(), y.numpy(), y.numpy().astype(np.uint8), y.numpy().astype(bool), y.double().numpy()):
         torch.testing.assert_close(tighter_gp.evaluate_bound(model, likelihood, P.x.numpy(), labels), expected)
 
 

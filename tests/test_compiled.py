@@ -12,6 +12,8 @@ import torch
 
 import tighter_gp
 from tests.test_device import CASES, Softmax, build
+from tighter_gp.training import NaturalGradients
+from tighter_gp.training.natural_compiled import CompiledNaturalStep
 
 # Captures the same graph as the default backend without compiling C++.
 EAGER = {"backend": "eager"}
@@ -367,3 +369,53 @@ def test_a_replaced_parameter_is_the_one_that_is_used(how):
         mll.model.mean_module.raw_constant = torch.nn.Parameter(torch.tensor(2.0))
     torch.testing.assert_close(step(x, y), -mll(mll.model(x), y).detach(), rtol=1e-9, atol=0)
     assert all(parameter.grad is not None for parameter in mll.parameters())
+
+
+def reusing(graph, inputs):
+    """A backend that writes its results to the same memory each time, as CUDA graphs do."""
+    memory = []
+
+    def run(*args):
+        results = graph.forward(*args)
+        if not memory:
+            memory.extend(result.clone() for result in results)
+        for kept, result in zip(memory, results, strict=True):
+            kept.copy_(result)
+        return tuple(memory)
+
+    return run
+
+
+def test_results_outlive_the_memory_of_cuda_graphs():
+    """What mode="reduce-overhead" does: the next step writes over what this one returned."""
+    mll, x, y = make()
+    step = tighter_gp.CompiledStep(mll, backend=reusing)
+    first, found = step(x, y), gradients(mll)
+    kept = {name: parameter.grad for name, parameter in parameters(mll).items()}
+    value = first.clone()
+    second = step(x, y + 1)
+    assert step.is_compiled
+    assert first == value != second
+    assert int(step.failed) == 0
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, found[name])
+    assert any(not torch.equal(parameter.grad, found[name]) for name, parameter in parameters(mll).items())
+
+
+def test_natural_parameters_outlive_the_memory_of_cuda_graphs():
+    """They go in and out of the graph, and the step before the last must still be there to return to."""
+    runs = []
+    for backend in ("eager", reusing):
+        mll, x, y = make()
+        natural = NaturalGradients(mll.model, num_data=100)
+        step = CompiledNaturalStep(mll, natural, backend=backend)
+        losses = [float(step(x, y)) for _ in range(3)]
+        before = [parameter.detach().clone() for parameter in natural.parameters]
+        step(x, y)
+        natural.undo()
+        assert all(map(torch.equal, before, natural.parameters))
+        losses.append(float(step(x, y)))
+        assert step.is_compiled
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 4

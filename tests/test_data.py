@@ -47,7 +47,7 @@ def test_what_is_no_array_of_numbers_is_refused():
         Rows([1, 2], LIKE)
     with pytest.raises(TypeError, match="y must hold numbers; got an array of <U1"):
         Rows(np.array(["a"]), LIKE, name="y")
-    with pytest.raises(ValueError, match="x is on meta and the model on cpu"):
+    with pytest.raises(ValueError, match="x is on meta, the model is on cpu"):
         Rows(torch.ones(3, device="meta"), LIKE)
 
 

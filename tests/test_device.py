@@ -254,3 +254,44 @@ def test_reduced_matmul_precision_does_not_reach_kernel_projection_and_residual(
         torch.backends.cuda.matmul.fp32_precision = "none"
     assert set(seen) == {"ieee"}
     assert len(seen) >= 4  # forward and backward
+
+
+class Products(TorchDispatchMode):
+    """In which precision float32 matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return function(*args, **(kwargs or {}))
+
+
+REDUCED = {
+    "fit": lambda x, y: tighter_gp.fit(
+        build(), gpytorch.likelihoods.GaussianLikelihood(), x, y, steps=2, progress=False
+    ),
+    "fit, Bernoulli": lambda x, y: tighter_gp.fit(
+        build(), tighter_gp.likelihoods.BernoulliLogitLikelihood(), x, (y > 0).float(), steps=2, progress=False
+    ),
+    "kmeans": lambda x, y: tighter_gp.inducing.kmeans(x, 4),
+    "predict": lambda x, y: tighter_gp.predict(build(), x),
+    "optimal q": lambda x, y: tighter_gp.set_optimal_q(build(), gpytorch.likelihoods.GaussianLikelihood(), x, y),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_no_product_is_of_reduced_precision(name):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.randn(20, 3), torch.randn(20)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with Products() as products:
+            REDUCED[name](x, y)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert products.seen
+    assert set(products.seen) == {"ieee"}

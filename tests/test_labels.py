@@ -74,3 +74,15 @@ def test_fit_refuses_wrong_labels_wherever_they_come_from(how):
     with pytest.raises(ValueError, match="labels 0 and 1, or -1 and 1"):
         tighter_gp.fit(model, LOGIT(), *arrays, steps=1, **options)
     assert len(y) == N
+
+
+@pytest.mark.parametrize("options", [{}, {"natural_gradients": False}])
+def test_labels_that_are_true_or_false_train_as_zero_and_one(options):
+    x, y = data()
+    losses = []
+    for labels in ((y > 0).double(), y > 0, (y > 0).numpy(), DataLoader(TensorDataset(x, y > 0), batch_size=N)):
+        model, _ = problem(conditional="beta")
+        arguments = (labels,) if isinstance(labels, DataLoader) else (x, labels)
+        losses.append(tighter_gp.fit(model, LOGIT(), *arguments, steps=2, batch_size=N, **options).loss)
+    for loss in losses[1:]:
+        assert loss == pytest.approx(losses[0], rel=1e-5)  # q(u) starts with a little noise

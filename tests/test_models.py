@@ -145,3 +145,11 @@ def test_inputs_or_inducing_points():
         models.Regression()
     with pytest.raises(TypeError, match="either training inputs"):
         models.Regression(torch.rand(3, 1), inducing_points=torch.rand(3, 1))
+
+
+def test_inputs_may_be_any_array():
+    x = np.random.default_rng(0).random((40, 2))
+    expected = models.Regression(torch.tensor(x), num_inducing=5).variational_strategy.inducing_points
+    for array in (x, x.astype(">f8"), x[::-1].copy()[::-1], np.asfortranarray(x)):
+        model = models.Regression(array, num_inducing=5)
+        torch.testing.assert_close(model.variational_strategy.inducing_points, expected)

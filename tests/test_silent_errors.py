@@ -10,7 +10,15 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
-from gpytorch.kernels import GridInterpolationKernel, LinearKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import (
+    GridInterpolationKernel,
+    LinearKernel,
+    MaternKernel,
+    PeriodicKernel,
+    PiecewisePolynomialKernel,
+    RBFKernel,
+    ScaleKernel,
+)
 from gpytorch.means import ConstantMean, LinearMean
 from gpytorch.variational import CholeskyVariationalDistribution, NaturalVariationalDistribution
 from linear_operator.utils.warnings import NumericalWarning
@@ -271,6 +279,23 @@ def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale):
     assert slopes[torch.float32] == pytest.approx(slopes[torch.float64], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=2), lambda: RBFKernel() + LinearKernel()]
+)
+def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
+    values, slopes = {}, {}
+    for dtype in (torch.float64, torch.float32):
+        x, y, z = wide_data(dtype)
+        kernel = ScaleKernel(make()).to(dtype)
+        likelihood = make_noise(0.1).to(dtype)
+        value = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood, jitter_val=1e-4).bound()
+        value.backward()
+        values[dtype] = value.item()
+        slopes[dtype] = torch.cat([parameter.grad.double().flatten() for parameter in kernel.parameters()])
+    assert values[torch.float32] == pytest.approx(values[torch.float64], rel=1e-4)
+    torch.testing.assert_close(slopes[torch.float32], slopes[torch.float64], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("distribution", [NaturalVariationalDistribution, CholeskyVariationalDistribution])
 def test_a_batch_of_distributions_starts_in_float32(distribution):
     batch = torch.Size([10])
@@ -300,14 +325,30 @@ def test_variance_of_half_of_the_points_takes_the_memory_of_the_covariance(condi
         assert sizes.largest <= (count + M) ** 2
 
 
-def test_the_jitter_is_reported_once_per_model_as_linear_operator_does():
-    model = make_gp(torch.zeros(M, 2), ScaleKernel(RBFKernel()))
+def one_step_of(kind):
+    """A model whose inducing points are all one point, and a step of it."""
+    z, kernel, likelihood = torch.zeros(M, 2), ScaleKernel(RBFKernel()), make_noise(0.1)
+    if kind == "sparse":
+        model = make_gp(z, kernel)
+        return model, lambda: model(P.x)
+    if kind == "collapsed":
+        model = tighter_gp.CollapsedGP(P.x, P.y, z, kernel, likelihood)
+        return model, lambda: (model.bound(), model.predict(P.x))
+    model = CollapsedGP(P.x, P.y, z, kernel, likelihood)
+    return model, lambda: (model(P.x), tighter_gp.predict(model, P.x))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "exact", "collapsed"])
+def test_the_jitter_is_reported_once_per_model_as_linear_operator_does(kind):
+    model, step = one_step_of(kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            model(P.x)
-            model.covar_module.outputscale = model.covar_module.outputscale * 1.1
-        model.eval()(P.x)
+            step()
+            for name, parameter in model.named_parameters():
+                parameter.data += 0.1 * ("outputscale" in name)
+        model.eval()
+        step()
     found = [warning for warning in caught if "jitter" in str(warning.message).lower()]
     assert [warning.category for warning in found] == [NumericalWarning]
 

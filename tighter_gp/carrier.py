@@ -68,9 +68,9 @@ class ImplicitLinearOperator(LinearOperator):
         return self
 
     def _set_requires_grad(self, val: bool) -> None:
-        """From here on the matrix stands for itself, as a leaf; one that has a graph keeps it, as a tensor does."""
+        """From here on the matrix stands for itself, as a leaf, unless nothing changes."""
         if val and self.variance.requires_grad:
-            return  # Kronecker products of an LMC ask for it in every step, and need no matrix
+            return  # a Kronecker product asks for what its factors have
         matrix = self.to_dense().detach().clone().requires_grad_(val)
         self.dense, self.variance = lambda: matrix, matrix.diagonal(dim1=-1, dim2=-2)
         self.__dict__.pop("whole", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,24 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-_deferred: ContextVar[list[Tensor] | None] = ContextVar("deferred", default=None)
+class _Deferred(NamedTuple):
+    """Flags that were not looked at, and whether that of the precision is one of them."""
+
+    flags: list[Tensor]
+    asks_precision: bool
+
+
+_deferred: ContextVar[_Deferred | None] = ContextVar("deferred", default=None)
 
 
 @contextmanager
-def deferred_checks() -> Iterator[list[Tensor]]:
-    """Within it nothing is looked at; the list collects flags that must all be True for the result to be of use."""
+def deferred_checks(*, asks_precision: bool) -> Iterator[list[Tensor]]:
+    """Within it nothing is looked at; the list collects flags that must all be True for the result to be of use.
+
+    :param asks_precision: Whether a precision that does not suffice is a failure: for whoever can repeat the work.
+    """
     flags: list[Tensor] = []
-    token = _deferred.set(flags)
+    token = _deferred.set(_Deferred(flags, asks_precision))
     try:
         yield flags
     finally:
@@ -37,17 +47,23 @@ def deferred_checks() -> Iterator[list[Tensor]]:
 
 
 def checks_are_deferred() -> bool:
-    """Whether flags are collected, for a graph that cannot turn off after a look at one."""
+    """Whether flags are collected, for later."""
     return _deferred.get() is not None
+
+
+def asks_precision() -> bool:
+    """Whether anybody can do something about a precision that does not suffice; a compiled graph cannot."""
+    deferred = _deferred.get()
+    return deferred is None or deferred.asks_precision
 
 
 def passed(*flags: Tensor) -> bool:
     """Whether all flags are True: one value read back from the device, or none where checks are deferred."""
-    collected = _deferred.get()
-    if collected is not None:
-        collected.extend(flags)
+    deferred = _deferred.get()
+    if deferred is not None:
+        deferred.flags.extend(flags)
         return True
-    return flags[0].is_meta or bool(torch.stack(flags).all())
+    return flags[0].is_meta or bool(flags[0] if len(flags) == 1 else torch.stack(flags).all())
 
 
 def all_finite(tensor: Tensor) -> Tensor:

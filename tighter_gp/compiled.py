@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import extract_tb
@@ -29,7 +29,7 @@ from .settings import float32_factor
 Graph = Callable[..., tuple[Tensor, ...]]
 
 
-class _Loss(torch.nn.Module):
+class Loss(torch.nn.Module):
     """Minus an objective as a function of the batch, with every parameter and buffer below it."""
 
     def __init__(self, mll: MarginalLogLikelihood) -> None:
@@ -37,6 +37,7 @@ class _Loss(torch.nn.Module):
         self.mll = mll
 
     def forward(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Of ``kwargs`` the model gets ``index``, the objective the rest."""
         kwargs = dict(kwargs)
         call = {"index": kwargs.pop("index")} if "index" in kwargs else {}
         return -self.mll(self.mll.model(x, **call), target, **kwargs)
@@ -79,7 +80,7 @@ class CompiledStep:
     ) -> None:
         self.mll, self.optimizer = mll, optimizer
         self.options = {"fullgraph": True, "dynamic": False, **options}
-        self._loss = _Loss(mll)
+        self._loss = Loss(mll)
         self._device = next(self._loss.parameters()).device
         self._graphs: dict[tuple, Graph | None] = {}
         self._is_fused = bool(optimizer is not None and optimizer.defaults.get("fused"))
@@ -92,10 +93,10 @@ class CompiledStep:
         :param kwargs: Passed to the objective, such as ``noise=``; ``index=`` goes to the model.
         """
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        values = self._values()
+        values, extra = self._values(), self._extra()
         # What the graph is made of besides the values of tensors.
         key = (
-            *((value.shape, value.dtype, value.device) for value in (x, target, *tensors.values())),
+            *((value.shape, value.dtype, value.device) for value in (x, target, *tensors.values(), *extra.values())),
             *((name, value) for name, value in kwargs.items() if name not in tensors),
             *((name, value.shape, value.dtype, value.device, value.requires_grad) for name, value in values.items()),
             *self._constants(),
@@ -105,14 +106,14 @@ class CompiledStep:
         )
         if key not in self._graphs:
             with suppress(*NUMERICAL_ERRORS):  # the step fails for its values, and eagerly; the next may be captured
-                self._graphs[key] = self._capture(values, x, target, tensors, kwargs)
+                self._graphs[key] = self._capture(values, x, target, tensors, kwargs, extra)
         graph = self._graphs.get(key)
         self.is_compiled = graph is not None
         self._move(next(iter(values.values())).device)
         if graph is None:
             loss, failed = self._eager(x, target, kwargs)
         else:
-            loss, failed = self._run(graph, values, x, target, tensors)
+            loss, failed = self._run(graph, values, x, target, tensors, extra)
         self.failed += failed
         if self.optimizer is not None:
             self._update(failed)
@@ -124,16 +125,53 @@ class CompiledStep:
             self._device, self.failed = device, self.failed.to(device)
 
     def _run(
-        self, graph: Graph, values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]
+        self,
+        graph: Graph,
+        values: dict[str, Tensor],
+        x: Tensor,
+        target: Tensor,
+        tensors: dict[str, Tensor],
+        extra: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), full_precision(self._device.type):
-            loss, failed, *gradients = graph(_shaped(values), x, target, tensors)
-        found = iter(gradients)
-        for parameter in values.values():
-            if isinstance(parameter, torch.nn.Parameter):
-                # Cloned: CUDA graphs write the next step's gradients to the same place. One that is frozen has none.
-                parameter.grad = next(found).clone() if parameter.requires_grad else None
-        return loss.clone(), failed.clone()
+            # Cloned: CUDA graphs write the results of the next step to the same place.
+            loss, failed, *results = (result.clone() for result in graph(_shaped(values), x, target, tensors, extra))
+        trained = self._trained(values)
+        for name, parameter in values.items():
+            if isinstance(parameter, torch.nn.Parameter) and name not in trained:
+                parameter.grad = None
+        for name, gradient in zip(trained, results, strict=False):
+            values[name].grad = gradient
+        self._take(results[len(trained) :])
+        return loss, failed
+
+    # -- what a step with a state of its own does otherwise -----------------------------------------------------------
+
+    _asks_precision = False
+
+    def _extra(self) -> dict[str, Tensor]:
+        """Tensors that the graph takes besides the parameters and the batch."""
+        return {}
+
+    def _trained(self, values: dict[str, Tensor]) -> list[str]:
+        """Whose gradients the graph gives."""
+        return [name for name, value in values.items() if value.requires_grad]
+
+    def _differentiate(
+        self,
+        private: Loss,
+        values: dict[str, Tensor],
+        leaves: Sequence[Tensor],
+        batch: tuple[Tensor, Tensor, dict[str, Any]],
+        extra: dict[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+        """The loss, its gradients, and what else a step results in."""
+        loss = functional_call(private, values, batch)
+        gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return loss, gradients, ()
+
+    def _take(self, results: Sequence[Tensor]) -> None:
+        """Keep what else a step resulted in."""
 
     def _eager(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         self.mll.zero_grad(set_to_none=True)
@@ -168,6 +206,7 @@ class CompiledStep:
         target: Tensor,
         tensors: dict[str, Tensor],
         kwargs: dict[str, Any],
+        extra: dict[str, Tensor],
     ) -> Graph | None:
         """The compiled graph of a step on batches of this shape, or None and a warning.
 
@@ -175,24 +214,28 @@ class CompiledStep:
         """
         self._first_call(x, target, kwargs)
         private, device = copy.deepcopy(self._loss), self._device.type
-        trained = [name for name, value in values.items() if value.requires_grad]
+        trained = self._trained(values)
         shapes = {name: value.shape for name, value in values.items()}
 
         def step(
-            values: dict[str, Tensor], x: Tensor, target: Tensor, tensors: dict[str, Tensor]
+            values: dict[str, Tensor],
+            x: Tensor,
+            target: Tensor,
+            tensors: dict[str, Tensor],
+            extra: dict[str, Tensor],
         ) -> tuple[Tensor, ...]:
             """The loss, NaN if it cannot be used; whether it can not; and the gradients of what is trained."""
             values = {name: value.detach().reshape(shapes[name]) for name, value in values.items()}
             for name in trained:
                 values[name].requires_grad_()
-            with torch.enable_grad(), deferred_checks() as passed:
-                loss = functional_call(private, values, (x, target, {**kwargs, **tensors}))
-                leaves = [values[name] for name in trained]
-                gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
+            with torch.enable_grad(), deferred_checks(asks_precision=self._asks_precision) as passed:
+                leaves, batch = [values[name] for name in trained], (x, target, {**kwargs, **tensors})
+                loss, gradients, results = self._differentiate(private, values, leaves, batch, extra)
             failed = ~torch.stack([*passed, _all_finite(loss, *gradients)]).all()
-            return torch.where(failed, torch.nan, loss).detach(), failed, *gradients
+            results = [result.detach() for result in results]
+            return torch.where(failed, torch.nan, loss).detach(), failed, *gradients, *results
 
-        arguments = (_shaped(values), x, target, tensors)
+        arguments = (_shaped(values), x, target, tensors, extra)
         before = {name: buffer.clone() for name, buffer in private.named_buffers()}
         with torch.no_grad():
             private(x, target, kwargs)  # strategies read their flags once

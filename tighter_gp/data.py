@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import check_device
+
 __all__ = [
     "Rows",
     "as_tensor",
     "check_kind",
     "first_parameter",
+    "from_array",
     "input_rows",
     "move",
     "num_rows",
@@ -61,8 +64,7 @@ class Rows:
         if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
             raise TypeError(f"{name} must hold numbers; got an array of {values.dtype}.")
         if isinstance(values, Tensor):
-            if values.device != like.device:
-                raise ValueError(f"{name} is on {values.device} and the model on {like.device}; move one to the other.")
+            check_device(values, like.device, f"{name} is")
             if is_input and values.is_floating_point() and values.dtype != like.dtype:
                 raise ValueError(
                     f"{name} is {values.dtype} and the model {like.dtype}; convert one, such as {name}.to({like.dtype})."
@@ -101,13 +103,13 @@ class Rows:
                 if isinstance(rows, Tensor)
                 else values[(*place, rows)]
             )
-            return self._converted(_tensor(taken))
+            return self._converted(from_array(taken))
         if isinstance(rows, Tensor):
             return self._converted(values.index_select(self.dim, rows.to(values.device, non_blocking=True)))
         return self._converted(values[(slice(None),) * self.dim + (rows,)])
 
     def _converted(self, values: Tensor) -> Tensor:
-        if values.dtype == torch.uint8 and not self.is_input:
+        if values.dtype in (torch.uint8, torch.bool) and not self.is_input:
             return values.long()  # where 0 - 1 is not 255
         if isinstance(self.values, Tensor) and not self.is_input:
             return values  # a user's tensor of targets is taken as it is
@@ -170,15 +172,23 @@ def check_kind(name: str, value: Any) -> None:
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:
-    """A batch on a device; to CUDA through pinned memory, without waiting.
+    """A batch on a device; to an accelerator through pinned memory, without waiting.
 
     Example:
         >>> tighter_gp.data.move(torch.ones(3), torch.device("cpu")).device
         device(type='cpu')
     """
-    if device.type == "cuda" and values.device.type == "cpu":
+    if values.device.type == "cpu" and _has_pinned_memory(device.type):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
+
+
+def _has_pinned_memory(device_type: str) -> bool:
+    """Whether torch pins memory for this kind of device: its one accelerator, which before torch 2.6 is CUDA."""
+    if not hasattr(torch, "accelerator"):
+        return device_type == "cuda"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device_type == accelerator.type != "mps"
 
 
 def num_rows(x: Any) -> int:
@@ -237,11 +247,18 @@ def reference(*modules: torch.nn.Module) -> Tensor:
     return torch.empty(0)
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has."""
+def from_array(values: np.ndarray) -> Tensor:
+    """A tensor of an array that torch can take: native, contiguous, writeable, of a kind that torch has.
+
+    Example:
+        >>> tighter_gp.data.from_array(torch.arange(3).numpy()[::-1].astype(">f4")).tolist()
+        [2.0, 1.0, 0.0]
+    """
     if values.dtype.kind == "u" and values.dtype.itemsize > 1:
         values = values.astype(np.int64)  # torch has few operations on other unsigned integers
     elif values.dtype.kind == "f" and values.dtype.itemsize > 8:
         values = values.astype(np.float64)
     native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
-    return torch.from_numpy(native if native.flags.writeable else native.copy())
+    # One row of a reversed array is contiguous to numpy, and has a negative stride.
+    usable = native.flags.writeable and min(native.strides, default=0) >= 0
+    return torch.from_numpy(native if usable else native.copy())

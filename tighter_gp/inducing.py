@@ -18,6 +18,7 @@ from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from .data import Rows, reference
+from .maths.linalg import full_precision
 from .modes import chunks
 
 Inputs = Tensor | np.ndarray
@@ -193,7 +194,8 @@ def greedy_variance(x: Inputs, num_points: int, kernel: Kernel, *, seed: int = 0
         known = factor[: len(chosen)]
         point = rows[pivot.unsqueeze(0)]
         column = torch.cat([kernel(chunk, point).to_dense().squeeze(-1) for chunk in _parts(rows, chunk_size)])
-        row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()
+        with full_precision(known.device.type):
+            row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()
         factor[len(chosen)] = row
         chosen.append(pivot)
         residual = (residual - row.square()).clamp_min(0.0)
@@ -291,7 +293,8 @@ def _lower(distance: Tensor, x: Rows, point: Tensor, rows: int) -> None:
 
 def _cells(x: Tensor, points: Tensor) -> Tensor:
     """Index of the nearest point; |x|^2 is the same for all and left out."""
-    return torch.addmm(points.square().sum(-1), x, points.mT, alpha=-2).argmin(-1)
+    with full_precision(x.device.type):
+        return torch.addmm(points.square().sum(-1), x, points.mT, alpha=-2).argmin(-1)
 
 
 def _lloyd(x: Rows, points: Tensor, chunk_size: int, max_iter: int, tol: float) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, MaternKernel, ScaleKernel
@@ -16,6 +16,7 @@ from gpytorch.models import ApproximateGP
 from gpytorch.variational import CholeskyVariationalDistribution, IndependentMultitaskVariationalStrategy
 from torch import Tensor
 
+from .data import from_array
 from .inducing import kmeans
 from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from .likelihoods.properties import is_log_concave
@@ -135,7 +136,8 @@ class MultiClassification(Regression):
 def _points(x: Any, num_inducing: int, inducing_points: Tensor | None) -> Tensor:
     if (x is None) == (inducing_points is None):
         raise TypeError("Give either training inputs, to place inducing points among, or inducing_points=.")
-    points = torch.as_tensor(x if inducing_points is None else inducing_points)
+    points = x if inducing_points is None else inducing_points
+    points = from_array(points) if isinstance(points, np.ndarray) else torch.as_tensor(points)
     points = points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
     return kmeans(points, min(num_inducing, len(points))) if inducing_points is None else points.detach().clone()
 
@@ -144,5 +146,5 @@ def _default_kernel(z: Tensor, batch_shape: torch.Size) -> Kernel:
     kernel = MaternKernel(1.5, ard_num_dims=z.size(-1), batch_shape=batch_shape).to(z)
     spread = z.std(-2, correction=0)
     spread = torch.where(spread > 0, spread, spread.mean() if bool(spread.any()) else 1.0)
-    kernel.lengthscale = (math.sqrt(z.size(-1)) * spread).expand(*batch_shape, 1, -1)
+    kernel.lengthscale = (z.size(-1) ** 0.5 * spread).expand(*batch_shape, 1, -1)
     return ScaleKernel(kernel, batch_shape=batch_shape)

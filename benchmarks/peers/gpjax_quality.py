@@ -70,13 +70,21 @@ def _moments(model, row):
 
 
 def _noise(model):
-    return gpx.parameters._val(model.model.likelihood.obs_stddev) ** 2
+    return gpx.parameters.val(model.model.likelihood.obs_stddev) ** 2
 
 
 rng, seconds = np.random.default_rng(0), 0.0
-for rows in (np.arange(batch_size), np.arange(num_data % batch_size)):
-    if len(rows):
-        jax.block_until_ready(step(variational, hyper, state, jnp.asarray(rows)))  # compiles for this shape
+# Compiles for both shapes of a batch; several times, since the results of a step are of other types than its start.
+carry = variational, hyper, state
+for size in (
+    batch_size,
+    batch_size,
+    num_data % batch_size or batch_size,
+    batch_size,
+    num_data % batch_size or batch_size,
+):
+    carry = step(*carry, jnp.asarray(rng.permutation(num_data)[:size]))
+jax.block_until_ready(carry)
 for _ in range(epochs):
     started = time.perf_counter()
     order = rng.permutation(num_data)

@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 def _directory() -> Path:
     """One per version of torch, of Python and of the source."""
-    name = "\n".join([torch.__version__, sys.version, SOURCE.read_text()])
+    name = "\n".join([torch.__version__, sys.version, SOURCE.name, SOURCE.read_text()])
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "tighter_gp" / f"device-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
@@ -67,8 +67,12 @@ def load() -> Any:
     with open(directory / "building", "w") as lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # From a copy beside it: ninja would build again for every checkout that the source is in.
+        source = directory / SOURCE.name
+        if not source.exists():
+            shutil.copyfile(SOURCE, source)
         extension = cpp_extension.load(
-            "tighter_gp_device", [str(SOURCE)], build_directory=str(directory), extra_cflags=["-O1", "-g0", "-w"]
+            "tighter_gp_device", [str(source)], build_directory=str(directory), extra_cflags=["-O1", "-g0", "-w"]
         )
     extension.start()
     torch.utils.rename_privateuse1_backend("dev")

@@ -2,9 +2,8 @@
 
 The steps of T-SVGP, SOLVE-GP and softmax are recorded by :class:`tighter_gp.CompiledStep` on the CPU, put on fake tensors of
 ``cuda:0`` and handed to Inductor, which is told of an A100 (sm_80). Each Triton kernel that it writes is compiled to machine
-code by Triton for that target; nothing is run. It needs torch's CUDA wheel, which brings Triton and ptxas:
-
-    pip install torch --index-url https://download.pytorch.org/whl/cu126
+code by Triton for that target; nothing is run. It needs torch's CUDA wheel, which brings Triton and ptxas: ``pip install
+torch``, gigabytes, into an environment of its own.
 
 It patches private names of torch; where they have moved, it says which one is missing.
 """
@@ -35,8 +34,8 @@ def obstacle() -> str | None:
     """Why this cannot be done here, or None."""
     if torch.version.cuda is None:
         return (
-            f"torch {torch.__version__} was built without CUDA. Install its CUDA wheel (gigabytes) into an environment of its "
-            "own, such as with: pip install torch --index-url https://download.pytorch.org/whl/cu126"
+            f"torch {torch.__version__} was built without CUDA. Install its CUDA wheel, gigabytes, into an environment of its "
+            "own: pip install torch."
         )
     if importlib.util.find_spec("triton") is None:
         return "There is no triton, which comes with torch's CUDA wheel."
@@ -67,6 +66,7 @@ def captured(name: str) -> tuple[Any, list[Tensor]]:
 
 def on_cuda(graph: Any, inputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """The same graph with every device argument and every input on a fake ``cuda:0``."""
+    from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -79,7 +79,7 @@ def on_cuda(graph: Any, inputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
         for constant in [name for name, _ in graph.named_buffers(recurse=False)]:
             value = getattr(graph, constant)
             setattr(graph, constant, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device))
-        return make_fx(graph, tracing_mode="real")(*fake), fake
+        return make_fx(graph, decomposition_table=select_decomp_table(), tracing_mode="real")(*fake), fake
 
 
 @contextlib.contextmanager
@@ -104,8 +104,15 @@ def pretended_gpu() -> Iterator[list[tuple[str, str]]]:
         mock.patch("torch.cuda.device_count", return_value=1),
         mock.patch("torch.cuda.current_device", return_value=0),
         mock.patch("torch.cuda.get_device_properties", return_value=PROPERTIES),
+        mock.patch("torch.cuda._get_device_properties", return_value=PROPERTIES, create=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(TARGET // 10, TARGET % 10)),
         mock.patch("torch.cuda._lazy_init", return_value=None),
+        mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
+        mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", return_value=None),
+        mock.patch("torch.cuda._exchange_device", return_value=0),
+        mock.patch("torch.cuda._maybe_exchange_device", return_value=0),
+        mock.patch("torch.cuda.get_rng_state", torch.get_rng_state),
+        mock.patch("torch.cuda.set_rng_state", return_value=None),
         mock.patch.object(AsyncCompile, "triton", keep),
         mock.patch.object(driver, "_active", active, create=True),
     ]
@@ -121,7 +128,7 @@ def lower(name: str) -> list[tuple[str, str]]:
     from torch._inductor.compile_fx import compile_fx_inner
 
     graph, inputs = captured(name)
-    with pretended_gpu() as kernels, config.patch(compile_threads=1, fx_graph_cache=False):
+    with pretended_gpu() as kernels, config.patch(compile_threads=1, fx_graph_cache=False, fallback_random=True):
         lowered, fake = on_cuda(graph, inputs)
         compile_fx_inner(lowered, fake)
     return kernels
@@ -129,10 +136,11 @@ def lower(name: str) -> list[tuple[str, str]]:
 
 def compiles(name: str, source: str) -> str | None:
     """Compile one kernel for the target; the error, or None."""
-    namespace: dict[str, Any] = {"__name__": name}
+    from torch._inductor.codecache import PyCodeCache
+
     try:
-        exec(compile(source, f"<{name}>", "exec"), namespace)
-        namespace[name].precompile(warm_cache_only=True)
+        with pretended_gpu():
+            getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None

@@ -6,12 +6,13 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import gpytorch
 import torch
 import torch.distributed as dist
 from gpytorch.likelihoods import GaussianLikelihood
 
 import tighter_gp
-from tests.accelerator.features import D, M, N, make_model
+from tests.accelerator.features import FEATURES, D, M, N, make_model
 
 OPTIONS: dict[str, Any] = {"steps": 6, "batch_size": 7, "lr": 0.05, "seed": 2, "progress": False}
 
@@ -27,6 +28,27 @@ def problem(device: str, **kwargs: Any) -> tuple[Any, ...]:
     model.variational_strategy.variational_params_initialized.fill_(1)
     model.variational_strategy._variational_distribution.variational_mean.data = torch.linspace(-1, 1, M)
     return model.to(device), GaussianLikelihood().to(device), x.to(device), y.to(device)
+
+
+def feature_run(feature: str, device: str, **options: Any) -> tighter_gp.training.History:
+    """A run of ``fit`` on a feature's model, with targets of its kind for all ``N`` points."""
+    torch.manual_seed(0)
+    step = FEATURES[feature]()
+    objective = getattr(step.module, "base_mll", step.module)
+    model, likelihood = objective.model.to(device), objective.likelihood.to(device)
+    x, y = torch.randn(N, D), step.data[1]
+    y = y.repeat(-(-N // len(y)), *(1 for _ in y.shape[1:]))[:N]
+    options = {**OPTIONS, **options}
+    if feature.startswith("GPLVM"):
+        return tighter_gp.fit(
+            model, likelihood, None, y.to(device), objective=tighter_gp.gplvm.LatentVariableELBO, **options
+        )
+    if feature == "deep GP":
+        elbo = lambda *args: gpytorch.mlls.DeepApproximateMLL(tighter_gp.TighterELBO(*args))
+        options["objective"] = elbo
+    if feature == "Blocks":
+        options["batch_size"] = None
+    return tighter_gp.fit(model, likelihood, x.to(device), y.to(device), **options)
 
 
 def state(*modules: torch.nn.Module) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ import tighter_gp
 from tests.accelerator import runs
 from tests.accelerator.device import DEVICES, waits
 from tests.accelerator.features import FEATURES, D, M, N
-from tests.accelerator.runs import OPTIONS, problem, state
-from tests.accelerator.table import WAITS_OF_FIT
+from tests.accelerator.runs import OPTIONS, feature_run, problem, state
+from tests.accelerator.table import WAITS_OF_FIT, waits_of_fit
 
 pytestmark = pytest.mark.accelerator
 
@@ -102,7 +102,43 @@ def test_resume_gives_the_run_that_was_not_interrupted(device, tmp_path):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("natural", WAITS_OF_FIT)
+@pytest.mark.parametrize("feature", WAITS_OF_FIT)
+def test_a_step_of_a_run_waits_as_often_as_the_table_says(feature):
+    with_natural, alone = WAITS_OF_FIT[feature]
+    assert len(waits_of_fit(feature, natural=True)) == with_natural, waits_of_fit(feature, natural=True)
+    if alone is not None:
+        assert len(waits_of_fit(feature, natural=False)) == alone, waits_of_fit(feature, natural=False)
+
+
+@pytest.mark.parametrize("feature", WAITS_OF_FIT)
+def test_a_run_of_every_feature_gives_the_losses_of_the_cpu(feature):
+    """On the device checks are flags, read at the end of a step."""
+    expected = feature_run(feature, "cpu").loss
+    assert feature_run(feature, "dev:0").loss == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_step_whose_flags_fail_is_repeated_with_its_checks():
+    """Inputs that float32 cannot tell apart ask for float64: the first step is repeated, the following are checked."""
+
+    def losses(device):
+        model, likelihood, x, y = problem(device)
+        model, likelihood, x, y = model.float(), likelihood.float(), 3000 + x.float(), y.float()
+        model.variational_strategy.inducing_points.data += 3000
+        model.covar_module.base_kernel.lengthscale = 1e-3
+        seen = []
+        with waits() as found:
+            mark = lambda step: seen.append(len(found))
+            history = tighter_gp.fit(model, likelihood, x, y, callbacks=[mark], **OPTIONS)
+        assert not history.skipped
+        return history.loss, [b - a for a, b in itertools.pairwise(seen)]
+
+    (expected, none), (actual, counts) = losses("cpu"), losses("dev:1")
+    assert actual == pytest.approx(expected, rel=1e-6)
+    assert set(none) == {0}
+    assert min(counts) > 1
+
+
+@pytest.mark.parametrize("natural", [True, False])
 def test_resume_waits_no_oftener_than_a_run_without(natural, tmp_path):
     def per_step(**kwargs):
         seen = []
@@ -122,14 +158,15 @@ def test_resume_waits_no_oftener_than_a_run_without(natural, tmp_path):
     torch.save(saved, path)
     resumed = per_step(steps=8, checkpoint=path, resume=True)
     # An epoch begins with the upload of its order.
-    assert sorted(plain)[len(plain) // 2] == WAITS_OF_FIT[natural], plain
-    assert max(plain) <= WAITS_OF_FIT[natural] + 1, plain
-    assert max(resumed) <= WAITS_OF_FIT[natural] + 1, resumed
+    usual = WAITS_OF_FIT["T-SVGP"][0 if natural else 1]
+    assert sorted(plain)[len(plain) // 2] == usual, plain
+    assert max(plain) <= usual + 1, plain
+    assert max(resumed) <= usual + 1, resumed
 
 
 def test_a_validation_set_left_behind_is_named():
     model, likelihood, x, y = problem("dev:1")
-    with pytest.raises(ValueError, match="the held-out x is on cpu and the model on dev:1"):
+    with pytest.raises(ValueError, match="the held-out x is on cpu, the model is on dev:1"):
         tighter_gp.fit(model, likelihood, x, y, validation=(x[:9].cpu(), y[:9].cpu()), **OPTIONS)
     likelihood.cpu()
     with pytest.raises(ValueError, match="likelihood"):

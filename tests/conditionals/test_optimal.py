@@ -8,6 +8,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.likelihoods import SoftmaxLikelihood, StudentTLikelihood
+from linear_operator.operators import DiagLinearOperator
 from scipy.optimize import brentq, minimize_scalar
 
 import tighter_gp
@@ -16,6 +17,7 @@ from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel, make_noise
 from tighter_gp.conditionals import OptimalConditional
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.likelihoods.properties import expected_log_prob
 
 N, M = 17, 3
 
@@ -76,6 +78,24 @@ def test_the_default_number_of_steps_leaves_a_small_residual_of_the_equation(lik
             kept = (m * residual).requires_grad_()
             log_prob = likelihood.expected_log_prob_of_moments(y, mean, explained + kept)
             return -2 * torch.autograd.grad(log_prob.sum(), kept)[0]
+
+    m = OptimalConditional().solve(residual, curvature)
+    assert (m - 1 / (1 + curvature(m).clamp_min(0) * residual)).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("name", ["Bernoulli", "Beta", "Laplace", "NegativeBinomial", "Poisson", "StudentT"])
+def test_so_it_does_for_every_likelihood_of_gpytorch(name):
+    torch.manual_seed(0)
+    likelihood = getattr(gpytorch.likelihoods, f"{name}Likelihood")()
+    mean, explained, residual = 2 * torch.randn(2000), torch.rand(2000), 2 * torch.rand(2000)
+    with torch.no_grad():
+        y = likelihood(mean).sample().clamp(*((0.001, 0.999) if name == "Beta" else (None, 1e6)))
+
+    def curvature(m):
+        with torch.enable_grad():
+            variance = (explained + m * residual).requires_grad_()
+            q = gpytorch.distributions.MultivariateNormal(mean, DiagLinearOperator(variance))
+            return -2 * torch.autograd.grad(expected_log_prob(likelihood, y, q).sum(), variance)[0]
 
     m = OptimalConditional().solve(residual, curvature)
     assert (m - 1 / (1 + curvature(m).clamp_min(0) * residual)).abs().max() <= 1e-3

@@ -149,8 +149,23 @@ def test_collapsed_models(noise):
         assert_exports(module, x, [q.mean, q.variance, q.mean, q.variance + 0.2])
 
 
+def test_missing_targets_of_a_collapsed_model():
+    x, y = torch.randn(40, D), torch.randn(40)
+    y[::6] = torch.nan
+    kernel = kernels.ScaleKernel(kernels.RBFKernel())
+    model = CollapsedGP(x, y, torch.randn(6, D), kernel, make_noise(0.2), jitter_val=1e-6)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        q, module = tighter_gp.predict(model, x), tighter_gp.export_predictor(model, make_noise(0.2))
+    close(module(x)[0], q.mean, 1e-6)
+    with pytest.raises(ValueError, match="7 of 40 targets are NaN"):
+        tighter_gp.export_predictor(model, make_noise(0.2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("likelihood", [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood])
+@pytest.mark.parametrize(
+    "likelihood",
+    [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood, likelihoods.PoissonLikelihood],
+)
 def test_onnxruntime(likelihood, dtype, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

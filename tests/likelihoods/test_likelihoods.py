@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from tighter_gp.likelihoods.properties import (
+    expected_log_prob,
     gaussian_noise,
     is_gaussian,
     is_log_concave,
@@ -248,6 +249,20 @@ def test_what_is_called_log_concave_is(name, targets, parameters):
     f = torch.linspace(-4, 4, 161)
     log_prob = likelihood(f).log_prob(torch.full_like(f, targets))
     assert (log_prob[2:] - 2 * log_prob[1:-1] + log_prob[:-2] <= 1e-9).all()
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_laplace_expectation_is_the_dense_integral(batch):
+    likelihood = stock.LaplaceLikelihood(batch_shape=torch.Size(batch))
+    likelihood.noise = torch.linspace(0.2, 0.7, max(1, sum(batch))).reshape(*batch, 1)
+    y, mean = torch.randn(*batch, 7), torch.randn(*batch, 7)
+    variance = torch.tensor([1e-4, 0.01, 0.1, 0.5, 1.0, 3.0, 20.0]).expand(*batch, 7)
+    z = torch.linspace(-12, 12, 200001).reshape(-1, *(1 for _ in mean.shape))
+    log_prob = -(y - mean - variance.sqrt() * z).abs() / likelihood.noise.sqrt() - (2 * likelihood.noise.sqrt()).log()
+    weights = torch.exp(-0.5 * z.square())
+    expected = (weights * log_prob).sum(0) / weights.sum()
+    q = gpytorch.distributions.MultivariateNormal(mean, torch.diag_embed(variance))
+    torch.testing.assert_close(expected_log_prob(likelihood, y, q), expected, rtol=1e-7, atol=1e-7)
 
 
 def test_what_is_not_called_log_concave_is_not():

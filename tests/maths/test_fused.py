@@ -6,7 +6,7 @@ import pytest
 import torch
 from tighter_gp.moments import Whitened, svgp_moments
 
-from tighter_gp.maths.fused import fused_moments
+from tighter_gp.maths.fused import fused_gaussian_terms, fused_kl, fused_moments
 
 
 def _fused(*arguments):
@@ -123,3 +123,51 @@ def test_a_backward_pass_makes_at_most_five_products_of_order_m2b_and_no_square_
         total.backward()
     assert 1 <= recorder.products <= 5
     assert recorder.largest < num_data**2 or num_data < num_inducing * 2
+
+
+@pytest.mark.parametrize("kind", ["root", "stddev"])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_fused_kl_is_the_dense_one_with_its_gradients(kind, batch):
+    mean = torch.randn(*batch, 4, requires_grad=True)
+    if kind == "root":
+        spread = (torch.randn(*batch, 4, 4).tril() + 2 * torch.eye(4)).requires_grad_()
+        covariance = spread @ spread.mT
+    else:
+        spread = (0.5 + torch.rand(*batch, 4)).requires_grad_()
+        covariance = torch.diag_embed(spread.square())
+    actual = fused_kl(Whitened(mean, **{kind: spread}))
+    trace = covariance.diagonal(dim1=-1, dim2=-2).sum(-1)
+    expected = 0.5 * (trace + mean.square().sum(-1) - 4 - torch.linalg.slogdet(covariance).logabsdet)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn(batch)
+    found = [torch.autograd.grad((weights * value).sum(), (mean, spread)) for value in (actual, expected)]
+    torch.testing.assert_close(found[0][0], found[1][0])
+    lower = torch.tril if kind == "root" else torch.clone
+    torch.testing.assert_close(lower(found[0][1]), lower(found[1][1]))
+
+
+def test_a_standard_deviation_of_zero_has_no_gradient():
+    root = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    fused_kl(Whitened(torch.zeros(2), root=root)).backward()
+    torch.testing.assert_close(root.grad, torch.tensor([[0.0, 0.0], [1.0, 1.5]]))
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+@pytest.mark.parametrize("noise_shape", [(), (1,), (6,), (2, 1), (2, 6)])
+def test_fused_gaussian_terms_are_those_of_the_equations_with_their_gradients(beta, noise_shape):
+    y, mean = torch.randn(2, 6), torch.randn(2, 6, requires_grad=True)
+    explained, residual = torch.rand(2, 6, requires_grad=True), torch.rand(2, 6, requires_grad=True)
+    noise = (0.2 + torch.rand(noise_shape)).requires_grad_()
+    actual = fused_gaussian_terms(y, mean, explained, residual, noise, beta)
+    scale = 1 / (1 + residual / (beta * noise))
+    density = torch.distributions.Normal(mean, noise.sqrt()).log_prob(y)
+    log_prob = (density - 0.5 * (explained + scale * residual) / noise).sum(-1)
+    price = 0.5 * (scale - 1 - scale.log()).sum(-1)
+    torch.testing.assert_close(actual, (log_prob, price))
+    weights = torch.randn(2, 2)
+
+    def gradients(terms):
+        total = sum((weight * term).sum() for weight, term in zip(weights, terms, strict=True))
+        return torch.autograd.grad(total, (mean, explained, residual, noise))
+
+    torch.testing.assert_close(gradients(actual), gradients((log_prob, price)))

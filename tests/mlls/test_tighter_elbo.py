@@ -555,10 +555,11 @@ def test_a_tensor_in_place_of_q():
     refused(TypeError, message, lambda: mll(P.x, P.y), model)
 
 
-def test_targets_that_are_bool():
-    model = gp()
-    mll = TighterELBO(make_noise(0.1), model, N)
-    refused(TypeError, r"Targets are bool.*y\.float\(\)", lambda: mll(model(P.x), P.y > 0), model)
+@pytest.mark.parametrize("likelihood", [BernoulliLikelihood, tighter_gp.likelihoods.BernoulliLogitLikelihood])
+def test_targets_that_are_bool_are_labels(likelihood):
+    model, labels = gp(), P.y > 0
+    mll = TighterELBO(likelihood(), model, N)
+    torch.testing.assert_close(mll(model(P.x), labels), mll(model(P.x), labels.double()))
 
 
 @pytest.mark.parametrize("likelihood", [BernoulliLikelihood, StudentTLikelihood, PoissonLikelihood])

@@ -135,6 +135,13 @@ def test_the_exact_term_is_the_dense_one(conditional, rows):
     torch.testing.assert_close(actual.variance, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("last_term", ["exact", "subset", "diagonal"])
+def test_titsias_bound_keeps_the_prior_conditional_and_has_no_last_term(last_term):
+    model = collapsed(bound="titsias")
+    torch.testing.assert_close(predict(model, last_term).variance, predict(model).variance)
+    assert (predict(collapsed()).variance - predict(collapsed(), last_term).variance).max() > 1e-3
+
+
 def test_the_scalar_conditional_keeps_its_share_of_what_the_data_would_explain():
     model, reference = sparse(conditional="scalar"), Dense()
     explained = (reference.r * (torch.linalg.inv(reference.D) @ reference.r)).sum(0)

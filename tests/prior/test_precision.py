@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import PeriodicKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import LinearKernel, PeriodicKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
 
 from tighter_gp.prior.precision import (
     covariance_block,
@@ -14,6 +14,7 @@ from tighter_gp.prior.precision import (
     in_precision,
     noise_tolerance,
     read,
+    unlowered_spread,
 )
 
 BATCH = torch.Size([2])
@@ -153,3 +154,14 @@ def test_float32_suffices_where_its_errors_are_below_the_noise(noise, variance, 
     matrix = variance * torch.tensor([[1.0, correlation], [correlation, 1.0]])
     tolerance = noise_tolerance(torch.linalg.cholesky(matrix), noise)
     assert bool(covers_rounding(tolerance, matrix.diagonal(), torch.float32)) == expected
+
+
+def test_the_spread_of_a_kernel_that_is_not_lowered_is_in_its_smallest_unit():
+    x = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    periodic, rbf, mixture = PeriodicKernel(), RBFKernel(), SpectralMixtureKernel(num_mixtures=2, ard_num_dims=2)
+    periodic.period_length, periodic.lengthscale, rbf.lengthscale = 0.5, 2.0, 0.1
+    mixture.initialize(mixture_means=torch.tensor([[[0.1, 0.2]], [[3.0, 0.3]]]))
+    for kernel, factor in ((ScaleKernel(periodic), 2.0), (periodic + rbf, 10.0), (mixture, 3.0)):
+        torch.testing.assert_close(unlowered_spread(kernel(x)), torch.tensor(16 * 25 * factor**2))
+    assert unlowered_spread(LinearKernel()(x)) == 0
+    assert unlowered_spread(rbf(x).evaluate_kernel()) == 0

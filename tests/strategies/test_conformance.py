@@ -19,7 +19,7 @@ NUM_CHOLESKY = {
     "cholesky": (2, 1),
     "mean_field": (2, 1),
     "delta": (2, 1),
-    "natural": (6, 3),
+    "natural": (4, 3),
     "tril_natural": (2, 1),
 }
 

@@ -187,6 +187,18 @@ def test_scale_one_is_the_standard_bound_under_every_wrapper():
         close(actual, expected, rtol=1e-8)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("wrap", "batch"), [(independent(), (P,)), (lmc(), (K,))])
+def test_gpytorchs_objective_has_the_gradients_of_its_own_strategy_under_every_wrapper(wrap, batch, training):
+    (x, y), gradients = inputs(), []
+    for strategy in (tighter_gp.TighterVariationalStrategy, gpytorch.variational.VariationalStrategy):
+        model, (likelihood, _) = make_model(wrap, batch, strategy=strategy), task_noise()
+        VariationalELBO(likelihood, model.train(training), NUM_DATA)(model(x), y).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
+
+
 def test_correlated_task_noise_raises():
     model, (x, y) = make_model(independent(), (P,)), inputs()
     mll = tighter_gp.TighterELBO(MultitaskGaussianLikelihood(num_tasks=P, rank=1), model, N)

@@ -179,5 +179,5 @@ def test_what_is_on_another_device_than_the_model_is_named(where):
         options["noise"] = torch.ones(N, device="meta")
     else:
         likelihood = gpytorch.likelihoods.GaussianLikelihood().to("meta")
-    with pytest.raises(ValueError, match=f"{where} is on meta and the model on cpu"):
+    with pytest.raises(ValueError, match=f"{where} is on meta, the model is on cpu"):
         fit(model, likelihood, x, y, steps=1, **options)

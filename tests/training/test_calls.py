@@ -58,7 +58,7 @@ def test_data_that_do_not_fit_are_refused():
         fit(*problem(), [1, 2], y)
     with pytest.raises(ValueError, match="float32 and the model"):
         fit(*problem(), x.float(), y)
-    with pytest.raises(ValueError, match="x is on meta and the model on cpu"):
+    with pytest.raises(ValueError, match="x is on meta, the model is on cpu"):
         fit(*problem(), x.to("meta"), y)
     with pytest.raises(ValueError, match="brings its own targets"):
         fit(*problem(), DataLoader(TensorDataset(x, y)), y)

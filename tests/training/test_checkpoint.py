@@ -401,6 +401,15 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path, change, message):
         fit(*problem(), *data(), resume=True, **{**options, **change})
 
 
+@pytest.mark.parametrize("change", [lambda x, y: (x, y + 1), lambda x, y: (2 * x, y)])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_checkpoint_of_other_data_is_refused(tmp_path, change, steps):
+    options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt"}
+    fit(*problem(), *data(), steps=3, **options)
+    with pytest.raises(ValueError, match="another run: the data have other values"):
+        fit(*problem(), *change(*data()), steps=steps, resume=True, **options)
+
+
 def test_a_resumed_run_says_so(tmp_path, caplog):
     caplog.set_level("INFO", logger="tighter_gp")
     options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt", "resume": True}

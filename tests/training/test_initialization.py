@@ -94,6 +94,37 @@ def test_fit_asks_for_it():
         tighter_gp.fit(model, likelihood, torch.utils.data.DataLoader([(x, y)]), initialize=True)
 
 
+@pytest.mark.parametrize("name", ["variational_mean", "chol_variational_covar"])
+def test_a_frozen_distribution_stays(name):
+    x, y = data()
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    model(x)
+    frozen = getattr(model.variational_strategy._variational_distribution, name).requires_grad_(False)
+    before = frozen.clone()
+    tighter_gp.initialize(model, likelihood, x, y)
+    assert torch.equal(frozen, before)
+
+
+def test_missing_targets_are_left_out_and_others_are_refused_before_anything_changes():
+    x, y = data()
+    missing = torch.arange(0, N, 7)
+    holes, seen = y.index_fill(0, missing, torch.nan), torch.ones(N, dtype=torch.bool).index_fill_(0, missing, False)
+    make = lambda: (GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood())
+    model, likelihood = make()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for call in (tighter_gp.initialize, lambda *a: tighter_gp.fit(*a, steps=1, initialize=True)):
+        with pytest.raises(ValueError, match=r"43 of 300 values of y are NaN or infinite"):
+            call(model, likelihood, x, holes)
+        assert all(map(torch.equal, model.parameters(), before))
+    with gpytorch.settings.observation_nan_policy("mask"):
+        tighter_gp.initialize(model, likelihood, x, holes)
+        bound = tighter_gp.evaluate_bound(model, likelihood, x, holes)
+        tighter_gp.set_optimal_q(model, likelihood, x, holes)
+        best = tighter_gp.evaluate_bound(model, likelihood, x, holes)
+    torch.testing.assert_close(bound, best, rtol=1e-6, atol=1e-3)
+    assert model.mean_module.constant.item() == pytest.approx(y[seen].mean().item(), abs=1.0)
+
+
 def test_a_learned_beta_starts_at_one_over_the_curvature():
     x, y = data()
     labels, likelihood = (y > 5).double(), BernoulliLogitLikelihood()

@@ -88,11 +88,13 @@ class EverySecond(Sampler):
         ({}, N),
         ({"sampler": SubsetRandomSampler([*range(N), *range(N)])}, N),
         ({"batch_sampler": [[1, 2], [3, 4]]}, 4),
+        ({"sampler": BatchSampler(SubsetRandomSampler(range(20)), 10, False), "batch_size": None}, 20),
+        ({"sampler": WeightedRandomSampler([1.0] * 15 + [0.0] * (N - 15), 20)}, 15),
     ],
 )
 def test_the_training_points_of_a_loader_are_those_its_sampler_visits(options, visited):
     batches = {} if "batch_sampler" in options else {"batch_size": 10}
-    loader = DataLoader(TensorDataset(*data()), **batches, **options)
+    loader = DataLoader(TensorDataset(*data()), **{**batches, **options})
     assert LoaderBatches(loader, 0, torch.zeros(())).num_data == visited
     seen = []
 
@@ -227,6 +229,15 @@ def test_a_batch_sampler_that_cannot_tell_its_points_needs_their_number():
     assert seen == [20]
     with pytest.raises(ValueError, match="num_data= is for a DataLoader"):
         fit(*problem(), *data(), steps=1, num_data=20)
+
+
+def test_a_loader_of_ready_batches_needs_the_number_of_points():
+    x, y = data()
+    batches = [(x[:20], y[:20]), (x[20:], y[20:])]
+    loader = DataLoader(batches, batch_size=None)
+    with pytest.raises(ValueError, match=r"batch_size=None does not say how many points .* fit\(\.\.\., num_data=\)"):
+        fit(*problem(), loader, steps=1)
+    assert len(fit(*problem(), loader, steps=2, num_data=N).loss) == 2
 
 
 def test_a_batch_sampler_with_a_generator_is_seeded_and_left_as_it_was():

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import tighter_gp
+from tests.tools.support import Q_FORMS
 from tests.training.problems import M, N, data, parameters, problem
-from tighter_gp.training import fit
+from tighter_gp.training import fit, fitting, natural_steps
 from tighter_gp.training import steps as training_steps
+from tighter_gp.training.natural_compiled import CompiledNaturalStep
 from tighter_gp.training.optimizers import SCHEDULES
 from tighter_gp.training.randomness import seed_generators
 
@@ -94,6 +96,62 @@ def test_compiled_steps_train_as_eager_ones_do(monkeypatch):
     torch.testing.assert_close(torch.tensor(history.loss), torch.tensor(eager.loss), rtol=1e-8, atol=1e-8)
     for ours, theirs in zip(model.parameters(), eager_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", Q_FORMS)
+def test_compiled_natural_steps_train_as_eager_ones_do(monkeypatch, form):
+    """One graph for a natural step of q(u) and the gradients of the rest; the short last batch is taken eagerly."""
+    made = []
+
+    def captured(*args):
+        made.append(CompiledNaturalStep(*args, backend="eager"))
+        return made[-1]
+
+    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", captured)
+    x, y = data()
+    options = {"epochs": 2, "batch_size": 40}
+    runs = []
+    for compile in (True, False):
+        model, likelihood = problem(distribution=Q_FORMS[form])
+        history = fit(model, likelihood, x, y, compile=compile, **options)
+        assert not history.skipped
+        runs.append((torch.tensor(history.loss), parameters(model, likelihood)))
+    torch.testing.assert_close(*runs, rtol=1e-8, atol=1e-8)
+    if form != "delta":
+        (step,) = made
+        assert len(step._graphs) == 1
+        assert None not in step._graphs.values()
+
+
+def test_compile_auto_follows_a_rule_of_steps_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", functools.partial(CompiledNaturalStep, backend="eager"))
+    x, y = data()
+    curves = []
+    with caplog.at_level("INFO", "tighter_gp"):
+        for threshold in (3, 4, 10**9):
+            monkeypatch.setattr(fitting, "_COMPILED_STEPS", threshold)
+            caplog.clear()
+            curves.append(fit(*problem(), x, y, steps=3, batch_size=40, compile="auto").loss)
+            said = [message for message in caplog.messages if message.startswith("steps are compiled")]
+            assert len(said) == int(threshold == 3)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-8)
+    assert curves[1] == curves[2] == fit(*problem(), x, y, steps=3, batch_size=40).loss
+    with pytest.raises(ValueError, match="compile must be True, False or 'auto'; got 'yes'"):
+        fit(*problem(), x, y, steps=3, compile="yes")
+
+
+def test_a_compiled_natural_step_that_fails_is_taken_back_and_tried_again_eagerly(monkeypatch):
+    class Failing(CompiledNaturalStep):
+        def __init__(self, *args):
+            super().__init__(*args, backend="eager")
+
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs) * math.nan
+
+    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", Failing)
+    x, y = data()
+    options = {"steps": 5, "batch_size": 16}
+    assert fit(*problem(), x, y, compile=True, **options).loss == fit(*problem(), x, y, **options).loss
 
 
 def test_compiling_a_collapsed_model_is_an_error():

@@ -14,9 +14,10 @@ from linear_operator.utils.errors import NotPSDError
 
 import tighter_gp
 from tests.training.problems import M, N, collapsed, data, gplvm, per_point, problem, state
-from tighter_gp.training import fit
+from tighter_gp.training import distributed, fit
 from tighter_gp.training.lbfgs import FullBatchLBFGS
 from tighter_gp.training.optimizers import Optimizers, can_fuse
+from tighter_gp.training.steps import joined_rows
 
 
 def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
@@ -163,3 +164,68 @@ def test_adam_is_fused_where_all_parameters_are_on_cuda():
 
     assert can_fuse([OnCuda(), OnCuda()]) is True
     assert can_fuse([OnCuda(), torch.zeros(2)]) is None
+
+
+@pytest.mark.parametrize("frozen", ["variational_mean", "chol_variational_covar"])
+def test_a_distribution_frozen_in_part_is_trained_in_the_other(frozen):
+    model, likelihood = problem()
+    q = model.variational_strategy._variational_distribution
+    getattr(q, frozen).requires_grad_(False)
+    model(data()[0])  # sets q(u)
+    before = {name: parameter.detach().clone() for name, parameter in q.named_parameters()}
+    fit(model, likelihood, *data(), steps=20, batch_size=16)
+    for name, parameter in q.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name == frozen), name
+
+
+class Shrunk(tighter_gp.TighterELBO):
+    """A bound with a term of its own in q(u)."""
+
+    def forward(self, q, target, **kwargs):
+        mean = self.model.variational_strategy._variational_distribution.variational_mean
+        return super().forward(q, target, **kwargs) - 5 * mean.square().mean()
+
+
+class Weighted(gpytorch.mlls.VariationalELBO):
+    def _log_likelihood_term(self, q, target, **kwargs):
+        return 0.1 * super()._log_likelihood_term(q, target, **kwargs)
+
+
+@pytest.mark.parametrize("objective", [Shrunk, Weighted])
+def test_an_objective_of_ones_own_is_the_one_that_q_is_trained_on(objective):
+    model, likelihood = problem()
+    for name, parameter in [*model.named_parameters(), *likelihood.named_parameters()]:
+        parameter.requires_grad_("_variational_distribution" in name)
+    x, y = data()
+    fit(model, likelihood, x, y, steps=400, batch_size=None, objective=objective, lr=0.05)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(objective(likelihood, model, N)(model(x), y), parameters)
+    assert max(gradient.abs().max() for gradient in gradients) < 1e-3
+    with pytest.raises(ValueError, match=f"{objective.__name__} changes the bound"):
+        fit(model, likelihood, x, y, steps=1, objective=objective, natural_gradients=True)
+
+
+def test_sparse_gradients_of_the_batchs_rows_are_joined_with_a_flag_instead_of_a_wait():
+    table, rows = torch.nn.Parameter(torch.randn(6, 2)), torch.tensor([4, 1, 3])
+    picked = torch.nn.functional.embedding(torch.cat([rows, rows]), table, sparse=True)
+    (torch.randn(6, 2) * picked).sum().backward()
+    flags = []
+    found, expected = joined_rows(table.grad, rows, flags), table.grad.coalesce()
+    assert found.is_coalesced()
+    assert torch.equal(found.indices(), expected.indices())
+    torch.testing.assert_close(found.values(), expected.values())
+    for other in (torch.tensor([4, 1, 2]), torch.tensor([4, 1, 1]), torch.tensor([0, 1, 2, 3, 4, 5])):
+        joined_rows(table.grad, other, flags)
+    assert list(map(bool, flags)) == [True, False, False, False]
+
+
+def test_gradients_of_one_dtype_are_summed_in_one_message(monkeypatch):
+    messages = []
+    monkeypatch.setattr(distributed, "is_active", lambda: True)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda tensor: messages.append(tensor.numel()))
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (4,), ())]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    loss, failed = distributed.sum_gradients(parameters, torch.tensor(1.0))
+    assert (float(loss), failed) == (1.0, 0)
+    assert messages == [2 + 2 * len(parameters), 11]  # the loss with what is there, then all gradients

@@ -403,7 +403,7 @@ def test_a_batch_of_models_has_the_mean_of_its_scores():
 def test_held_out_data_on_another_device_are_named(place):
     held = [*data(19), torch.ones(19)]
     held[place] = held[place].to("meta")
-    with pytest.raises(ValueError, match=rf"the held-out {('x', 'y', 'noise')[place]} is on meta and the model on cpu"):
+    with pytest.raises(ValueError, match=rf"the held-out {('x', 'y', 'noise')[place]} is on meta, the model is on cpu"):
         fit(*problem(), *data(), steps=1, validation=(held[0], held[1], {"noise": held[2]}))
 
 

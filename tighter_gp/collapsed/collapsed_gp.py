@@ -78,6 +78,7 @@ def kernel_projector(
     jitter_val: float,
     mean: Mean | None = None,
     precision: torch.dtype | None = None,
+    warned: set[str] | None = None,
 ) -> Projector:
     """The projector of a kernel and perhaps a mean."""
 
@@ -87,7 +88,9 @@ def kernel_projector(
         return MultivariateNormal(x.new_zeros(()).expand(x.shape[:-1]) if mean is None else mean(x), covar)
 
     owner = lambda: describe_hyperparameters(kernel)
-    return Projector(prior, inducing_points, jitter=jitter_val, noise=noise, owner=owner, precision=precision)
+    return Projector(
+        prior, inducing_points, jitter=jitter_val, noise=noise, owner=owner, precision=precision, warned=warned
+    )
 
 
 def _check_shapes(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
@@ -158,6 +161,7 @@ class CollapsedGP(Module):
         self.likelihood = likelihood
         self.mean_module = mean_module if mean_module is not None else ZeroMean()
         self.bound_name, self.chunk_size, self.jitter_val = bound, chunk_size, jitter_val
+        self._warned: set[str] = set()
         self._known: dict[torch.dtype | None, tuple[ModuleState, Projector, Whitened]] = {}
 
     @property
@@ -171,7 +175,13 @@ class CollapsedGP(Module):
         :param precision: Of kernel and projection; default one that suffices.
         """
         return kernel_projector(
-            self.covar_module, self.inducing_points, self.train_noise, self.jitter_val, self.mean_module, precision
+            self.covar_module,
+            self.inducing_points,
+            self.train_noise,
+            self.jitter_val,
+            self.mean_module,
+            precision,
+            self._warned,
         )
 
     def bound(self) -> Tensor:

@@ -192,13 +192,14 @@ def _derive(
             -slope,
             (misfit * precision).to(prior.mean.dtype),
         ]
+        if rows.stop == len(
+            y
+        ):  # last: what K_ZZ and K_ZX give cancels, in their precision and not in that of the leaves
+            outputs.append(prior.inducing_covar)
+            cotangents.append(factor_gradient(projector.factor, outer).to(prior.inducing_covar.dtype))
         _add_gradients(sums, outputs, cotangents, leaves)
     if inverse is None:
         return quadratic, []
-    assert projector.factor is not None
-    assert projector.inducing_covar is not None
-    covar = projector.inducing_covar
-    _add_gradients(sums, [covar], [factor_gradient(projector.factor, outer).to(covar.dtype)], leaves)
     found = [*zip(leaves, sums, strict=True), (y, grad_y), (noise, grad_noise)]
     return quadratic, [(tensor, gradient) for tensor, gradient in found if tensor.requires_grad]
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from ..checks import passed
+from ..data import move
 from ..draws import permutation
 from ..inducing import kmeans
-from ..maths.collapsed import add_identity_cholesky
+from ..maths.collapsed import add_identity, add_identity_cholesky
 from ..maths.linalg import mean_diagonal
 from .base import ResidualBlocks, block_table, checked_index
 from .optimal import OptimalConditional
@@ -190,7 +192,9 @@ class Blocks(OptimalConditional):
             )
         # Not saved: a checkpoint of any conditional without parameters loads into any other.
         self.register_buffer("labels", torch.unique(labels, return_inverse=True)[1], persistent=False)
-        self.register_buffer("sizes", torch.bincount(self.labels), persistent=False)
+        # Tables of batches are made on the host, wherever the model is.
+        self._host_labels = [self.labels.cpu()]
+        self.sizes = torch.bincount(self._host_labels[0])
 
     @property
     def num_data(self) -> int:
@@ -206,7 +210,7 @@ class Blocks(OptimalConditional):
         self, residual: Tensor, covariance: Callable[[Tensor], Tensor], *, index: Tensor | None = None
     ) -> ResidualBlocks:
         """See :meth:`Conditional.residual_blocks <tighter_gp.conditionals.Conditional.residual_blocks>`."""
-        rows = block_table(self._labels_of(residual, index))
+        rows = move(block_table(self._labels_of(residual, index)), residual.device)
         positions, is_point = rows.clamp_min(0), rows >= 0
         blocks = covariance(positions)
         is_diagonal = torch.eye(rows.size(-1), dtype=torch.bool, device=rows.device)
@@ -220,8 +224,9 @@ class Blocks(OptimalConditional):
                     f"Blocks knows {self.num_data} training points, the batch has {residual.size(-1)}: call "
                     "model(x, index=rows) in training, with rows from tighter_gp.blocks.BlockBatchSampler."
                 )
-            return self.labels
-        labels = self.labels[checked_index(index, residual.size(-1), self.num_data, "Blocks")]
+            return self._host_labels[0]
+        index = index.cpu()  # the one thing to wait for
+        labels = self._host_labels[0][checked_index(index, residual.size(-1), self.num_data, "Blocks")]
         if len(index.unique()) < len(index):
             raise ValueError(
                 f"A batch must hold each point once; index has {len(index) - len(index.unique())} repeats."
@@ -256,17 +261,26 @@ class Blocks(OptimalConditional):
         scaled = root.unsqueeze(-1) * blocks.covariance * root.unsqueeze(-2)
         # Differences of covariances: what the inducing points explain wholly has the errors of what they do not.
         largest = mean_diagonal(scaled).amax(-1, keepdim=True)
-        factor = add_identity_cholesky(scaled, largest.expand(scaled.shape[:-2]))
+        factor = _factor(scaled, largest.expand(scaled.shape[:-2]))
         identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
         block_scale = inverse.square().sum(-2)  # the diagonal of M_b, ... x K x S
         penalty = 0.5 * (block_scale - 1) + factor.diagonal(dim1=-1, dim2=-2).log()
-        explained_away, penalty = (_ungroup(values, blocks.rows) for values in (1 - block_scale, penalty))
+        explained_away, penalty = (
+            _ungroup(values, blocks.rows, residual.size(-1)) for values in (1 - block_scale, penalty)
+        )
         kept = torch.where(is_seen, explained_away / precision, residual)
         return kept.to(residual.dtype), penalty.to(residual.dtype)
 
 
-def _ungroup(values: Tensor, rows: Tensor) -> Tensor:
+def _factor(gram: Tensor, scale: Tensor) -> Tensor:
+    """:func:`~tighter_gp.maths.collapsed.add_identity_cholesky`, at first without a look at how it went."""
+    factor, info = torch.linalg.cholesky_ex(add_identity(gram))
+    ok = (info == 0).all() & torch.isfinite(factor.detach().diagonal(dim1=-1, dim2=-2)).all()
+    return factor if passed(ok) else add_identity_cholesky(gram, scale)
+
+
+def _ungroup(values: Tensor, rows: Tensor, num_points: int) -> Tensor:
     """From one value per place in a table of blocks, ``... x K x S``, to one per point, ``... x B``."""
-    place = (rows.flatten() >= 0).nonzero().flatten()
-    return values.flatten(-2)[..., place[torch.argsort(rows.flatten()[place])]]
+    place = torch.argsort(rows.flatten())[-num_points:]  # what is filled up has -1 and comes first
+    return values.flatten(-2)[..., place]

@@ -163,7 +163,8 @@ class PerPoint(Conditional):
         return checked_index(index, num_points, self.num_data, "PerPoint")
 
     def _rows(self, residual: Tensor, index: Tensor | None) -> Tensor:
-        index = self.check_index(index, residual.size(-1))
+        if index is None or index.device.type == "cpu":  # elsewhere a look has its price, and the strategy has looked
+            index = self.check_index(index, residual.size(-1))
         check_device(index, self.raw_m.device, "The index is")
         rows = torch.nn.functional.embedding(index, self.raw_m, sparse=True)
         return self._shaped(self.raw_m_constraint.transform(rows))

@@ -173,6 +173,6 @@ class PlainResponse(torch.nn.Module):
         if self.link == "logit":
             probs = torch.sigmoid(nodes) @ self.weights
             return probs, probs * (1 - probs)
-        rates = torch.nn.functional.softplus(nodes)
+        rates = nodes.clamp_min(0.0) + torch.log1p(torch.exp(-nodes.abs()))  # ONNX's runtime has no softplus in float64
         rate = rates @ self.weights
         return rate, rate + (rates - rate.unsqueeze(-1)).square() @ self.weights

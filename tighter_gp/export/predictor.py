@@ -135,7 +135,8 @@ def _collapsed_q(
 ) -> tuple[Tensor, Tensor]:
     """Mean and covariance of the optimal q(w), from the data in chunks."""
     precision, linear = torch.eye(len(z)).to(z), torch.zeros(len(z)).to(z)
-    noise = noise.to(z).expand(len(y))
+    seen = ~torch.isnan(y)  # predict has refused missing targets where they mean nothing
+    x, y, noise = x[seen], y[seen], noise.to(z).expand(len(y))[seen]
     for rows in chunks(len(y), 4096):
         inputs = x[rows].double()
         projection = inverse @ kernel(inputs, z).mT

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..maths.bounds import check_bound
+from ..maths.linalg import full_precision
 from ..strategies import TighterVariationalStrategy
 from .bayesian_gplvm import BayesianGPLVM
 from .collapsed import (
@@ -150,14 +151,15 @@ class CollapsedBayesianGPLVM(Module):
 
     def forward(self) -> Tensor:
         """The bound per datum: nats per row, summed over its outputs."""
-        problem = self.problem()
-        kl = self.latents.kl_divergence().sum()
-        if self.bound == "titsias":
-            value = titsias_bound(problem, kl=kl)
-        elif self.bound == "constant":
-            value = constant_scale_bound(problem, kl=kl)
-        else:
-            value = tighter_bound(problem, self.nodes, self.weights, kl=kl)
+        with full_precision(self.targets.device.type):
+            problem = self.problem()
+            kl = self.latents.kl_divergence().sum()
+            if self.bound == "titsias":
+                value = titsias_bound(problem, kl=kl)
+            elif self.bound == "constant":
+                value = constant_scale_bound(problem, kl=kl)
+            else:
+                value = tighter_bound(problem, self.nodes, self.weights, kl=kl)
         return value / self.targets.size(0)
 
     @torch.no_grad()

@@ -148,6 +148,7 @@ class TighterInducingPointKernel(InducingPointKernel):
         self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val
         self._was_called = False
+        self._warned: set[str] = set()
 
     def projector(self, noise: Tensor | None = None, precision: torch.dtype | None = None) -> Projector:
         """What turns inputs, as this kernel sees them, into (prior mean, A, d).
@@ -159,7 +160,9 @@ class TighterInducingPointKernel(InducingPointKernel):
             noise = torch.as_tensor(getattr(self.likelihood, "noise", 0.0))
         if self.bound in ("block", "full"):
             noise = torch.zeros_like(noise)  # their residual covariances are factorised
-        return kernel_projector(self.base_kernel, self.inducing_points, noise, self.jitter_val, precision=precision)
+        return kernel_projector(
+            self.base_kernel, self.inducing_points, noise, self.jitter_val, precision=precision, warned=self._warned
+        )
 
     def _project(self, x: Tensor) -> tuple[Projector, Any, Projection]:
         projector = self.projector()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,23 @@ class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
         """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
         rule = self.quadrature.locations.to(mean), self.quadrature.weights.to(mean)
         return logit_expected_log_prob(observations, mean, variance, *rule)
+
+    def curvature_of_moments(self, observations: Tensor, mean: Tensor) -> Callable[[Tensor], Tensor]:
+        r"""Minus twice the derivative of the rule's ``expected_log_prob`` in the variance, as a function of the variance.
+
+        Nodes and weights are symmetric, so that the label's sign can go to the mean:
+        :math:`\sqrt{2 / (\pi v)} \sum_i w_i x_i\, \sigma(\pm\mu + \sqrt{2v}\, x_i)`.
+        """
+        locations, weights = self.quadrature.locations.to(mean), self.quadrature.weights.to(mean)
+        mean = torch.where(observations > 0, mean, -mean)
+        shape = (-1, *(1 for _ in mean.shape))
+        locations, weights = locations.reshape(shape), (weights * locations * (2 / math.sqrt(math.pi))).reshape(shape)
+
+        def curvature(variance: Tensor) -> Tensor:
+            width = (2 * variance).sqrt()
+            return (torch.addcmul(mean, width, locations).sigmoid() * weights).sum(0) / width
+
+        return curvature
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
     def expected_log_prob_of_moments(self, observations: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
         return poisson_expected_log_prob(observations, mean, variance)
+
+    def curvature_of_moments(self, observations: Tensor, mean: Tensor) -> Callable[[Tensor], Tensor]:
+        r"""Minus twice the derivative of ``expected_log_prob`` in the variance, :math:`e^{\mu + v/2}`, as a function of it."""
+        return lambda variance: (mean + variance / 2).exp()
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any

@@ -7,16 +7,20 @@ fewer products than the one torch would derive.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .bounds import whitened_kl
 from .linalg import full_precision, project, solve_lower_transposed
 from .moments import Moments, Whitened, explained_root
 
-__all__ = ["factor_gradient", "fused_moments"]
+_LOG_2PI = math.log(2 * math.pi)
+
+__all__ = ["factor_gradient", "fused_gaussian_terms", "fused_kl", "fused_moments"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,32 +113,36 @@ class _FusedMoments(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inducing_covar, chol, cross, prior_variance, projection, *tensors):
         residual = prior_variance - projection.square().sum(-2)
-        is_positive = residual >= 0
-        mean = projection.new_zeros(())
-        explained: Tensor = torch.zeros_like(residual)
+        is_negative = residual < 0
+        means: list[Tensor] = []
+        variances: list[Tensor] = []
         kept: list[Tensor | None] = []
         for rows, q in _split(projection, tensors):
-            mean = mean + (rows.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
+            means.append((rows.mT @ q.mean.unsqueeze(-1)).squeeze(-1))
             if q.root is not None and _prefers_covariance(rows):
                 smoothed = q.root @ q.root.mT @ rows  # S A
-                explained = explained + (rows * smoothed).sum(-2).clamp_min_(0.0)
+                variances.append((rows * smoothed).sum(-2).clamp_min_(0.0))
                 kept.append(smoothed)
             else:
                 root = explained_root(rows, q)  # R' A
-                explained = explained if root is None else explained + root.square().sum(-2)
+                if root is not None:
+                    variances.append(root.square().sum(-2))
                 kept.append(root)
-        ctx.save_for_backward(chol, projection, is_positive, *kept, *tensors)
+        ctx.save_for_backward(chol, projection, is_negative, *kept, *tensors)
         ctx.shapes = inducing_covar.shape, cross.shape, prior_variance.shape
-        return mean, explained, residual.clamp_min_(0.0)
+        explained = _total(variances) if variances else torch.zeros_like(residual)
+        if explained.dim() < residual.dim():
+            explained = explained.expand_as(residual)
+        return _total(means), explained, residual.clamp_min_(0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_mean, grad_explained, grad_residual):
-        chol, projection, is_positive, *rest = ctx.saved_tensors
+        chol, projection, is_negative, *rest = ctx.saved_tensors
         inducing_shape, cross_shape, variance_shape = ctx.shapes
         num_parts = len(rest) // 4
         kept, tensors = rest[:num_parts], rest[num_parts:]
-        grad_residual = torch.where(is_positive, grad_residual, torch.zeros_like(grad_residual))
+        grad_residual = grad_residual.masked_fill(is_negative, 0.0)
         row_mean, row_explained = grad_mean.unsqueeze(-2), (2 * grad_explained).unsqueeze(-2)
 
         # dA = m g_mean' + 2 S A diag(g_s) - 2 A diag(g_d), summed over the batches that share A
@@ -178,6 +186,11 @@ class _FusedMoments(torch.autograd.Function):
             None,
             *grads,
         )
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    first, *others = tensors
+    return functools.reduce(torch.add, others, first)
 
 
 def _split(matrix: Tensor, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Whitened]]:
@@ -225,3 +238,112 @@ def _half_lower(matrix: Tensor) -> Tensor:
     matrix = matrix.tril_()
     matrix.diagonal(dim1=-1, dim2=-2).mul_(0.5)
     return matrix
+
+
+def fused_kl(q: Whitened) -> Tensor:
+    r""":func:`~tighter_gp.maths.bounds.whitened_kl` with a backward pass of a few operations.
+
+    :math:`\partial / \partial R = R - \mathrm{diag}(1 / R_{ii})`, the standard deviations likewise, and
+    :math:`\partial / \partial m = m`.
+
+    Example:
+        >>> q = tighter_gp.moments.Whitened(torch.tensor([1.0, 0.0]), stddev=torch.ones(2))
+        >>> tighter_gp.maths.fused.fused_kl(q)
+        tensor(0.5000)
+    """
+    return _FusedKL.apply(*q)
+
+
+class _FusedKL(torch.autograd.Function):
+    """See :func:`fused_kl`."""
+
+    @staticmethod
+    def forward(ctx, mean, root, stddev):
+        ctx.save_for_backward(mean, root, stddev)
+        return whitened_kl(Whitened(mean, root, stddev))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        mean, root, stddev = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        grad_mean = (grad * mean).sum_to_size(mean.shape)
+        if root is not None:
+            by_root = grad.unsqueeze(-1) * root
+            by_root.diagonal(dim1=-1, dim2=-2).sub_(grad * _inverse(root.diagonal(dim1=-1, dim2=-2)))
+            return grad_mean, by_root.sum_to_size(root.shape), None
+        return grad_mean, None, (grad * (stddev - _inverse(stddev))).sum_to_size(stddev.shape)
+
+
+def _inverse(stddev: Tensor) -> Tensor:
+    """One over it, and zero for zero."""
+    return stddev.reciprocal().nan_to_num_(nan=torch.nan, posinf=0.0, neginf=0.0)
+
+
+def fused_gaussian_terms(
+    targets: Tensor, mean: Tensor, explained: Tensor, residual: Tensor, noise: Tensor, beta: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    r"""Expected log density under Gaussian noise at the best scales, and their price: sums over the points of a batch.
+
+    .. math::
+
+        -\tfrac12 \sum_n \Bigl( \log 2\pi\sigma_n^2 + \frac{(y_n - \mu_n)^2 + s_n + m_n d_n}{\sigma_n^2} \Bigr)
+        \quad\text{and}\quad
+        \tfrac12 \sum_n \bigl( \log(1 + r_n) - r_n m_n \bigr), \qquad
+        r_n = \frac{d_n}{\beta \sigma_n^2}, \quad m_n = \frac{1}{1 + r_n}
+
+    :param targets: :math:`y_n`, ``... x B``, without a graph.
+    :param mean: :math:`\mu_n`, ``... x B``.
+    :param explained: :math:`s_n`, ``... x B``.
+    :param residual: :math:`d_n`, ``... x B``.
+    :param noise: :math:`\sigma_n^2`, broadcastable to ``... x B``.
+    :param beta: Factor that the price will get.
+
+    Example:
+        >>> zeros = torch.zeros(2)
+        >>> tighter_gp.maths.fused.fused_gaussian_terms(zeros, zeros, zeros, torch.ones(2), torch.tensor(1.0))
+        (tensor(-2.3379), tensor(0.1931))
+    """
+    return _FusedGaussian.apply(targets, mean, explained, residual, noise, beta)
+
+
+class _FusedGaussian(torch.autograd.Function):
+    """See :func:`fused_gaussian_terms`."""
+
+    @staticmethod
+    def forward(ctx, targets, mean, explained, residual, noise, beta):
+        precision, difference = noise.reciprocal(), targets - mean
+        ratio = residual * (precision if beta == 1.0 else precision / beta)
+        scale = (1 + ratio).reciprocal()
+        lost = ratio * scale  # 1 - m_n, which does not round to zero
+        misfit = difference.square() + explained + residual * scale
+        log_prob = (torch.addcmul(noise.log(), misfit, precision).sum(-1) + misfit.size(-1) * _LOG_2PI) * -0.5
+        price = (torch.log1p(ratio) - lost).sum(-1) * 0.5
+        ctx.save_for_backward(precision, difference, residual, scale, lost, misfit)
+        ctx.shapes, ctx.beta = (mean.shape, explained.shape, residual.shape, noise.shape), beta
+        return log_prob, price
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_prob, grad_price):
+        precision, difference, residual, scale, lost, misfit = ctx.saved_tensors
+        rate = grad_log_prob.unsqueeze(-1) * precision
+        price_rate = (grad_price / ctx.beta).unsqueeze(-1) * precision
+        by_explained = (rate * -0.5).expand(misfit.shape)
+        # d(m d)/dd = m^2, and the price grows at the rate r m^2 / (2 beta sigma^2)
+        by_residual = (price_rate * lost).sub_(rate * scale).mul_(scale).mul_(0.5)
+        by_noise = None
+        if ctx.needs_input_grad[4]:
+            # through 1/sigma^2, through m d, and through r in the price
+            direct = torch.addcmul(misfit, residual * scale, lost, value=-1).mul_(precision)
+            squared = lost.square().mul_(grad_price.unsqueeze(-1) * precision)
+            by_noise = torch.addcmul(squared, 1 - direct, rate).mul_(-0.5)
+        shapes = ctx.shapes
+        return (
+            None,
+            (rate * difference).sum_to_size(shapes[0]),
+            by_explained.sum_to_size(shapes[1]),
+            by_residual.sum_to_size(shapes[2]),
+            None if by_noise is None else by_noise.sum_to_size(shapes[3]),
+            None,
+        )

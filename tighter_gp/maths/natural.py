@@ -132,7 +132,7 @@ def natural_step(
     """
     gram, slope, mean = (tensor.to(q.precision.dtype) for tensor in (*sums, mean))
     if q.is_mean_field:
-        precision = torch.lerp(q.precision, 1 + gram, torch.as_tensor(size).to(q.precision))
+        precision = torch.lerp(q.precision, 1 + gram, size.to(q.precision) if isinstance(size, Tensor) else size)
         moved = mean + (size if mean_size is None else mean_size) * (slope - mean) / precision
         return NaturalParameters(precision, precision * moved)
     precision = q.precision * (1 - size) + gram * size

@@ -31,6 +31,7 @@ from ..likelihoods.properties import (
 )
 from ..likelihoods.slopes import mean_curvature, sampled_log_prob
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
+from ..maths.fused import fused_gaussian_terms
 from ..recording import is_recording
 from .wrapped import copied_dims, event_variance, pull_back, together, with_variance
 
@@ -93,7 +94,7 @@ def carried_terms(
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
-    if target.dtype == torch.uint8:
+    if target.dtype in (torch.uint8, torch.bool):
         target = target.long()  # where 0 - 1 is not 255
     if mask is not None:
         target = filled(target, mask)
@@ -102,6 +103,12 @@ def carried_terms(
         noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
         check_device(noise, q.mean.device, "Noise variances are")
         _check_batch(noise, q)
+        if type(conditional) is OptimalConditional and mask is None and q.lazy_covariance_matrix is carrier:
+            if target.dtype != q.mean.dtype:
+                target = target.to(q.mean.dtype)
+            return DataTerms(
+                *fused_gaussian_terms(target.detach(), q.mean, carrier.explained, carrier.residual, noise, beta)
+            )
 
     # kept: what the conditional leaves of the residual variance, m_n d_n
     if conditional.is_learned:
@@ -120,7 +127,7 @@ def carried_terms(
         curvature = _curvature(likelihood, q, carrier, target, mask, **kwargs)
         # Samples cost more and know less.
         num_steps = min(conditional.num_steps, 3) if is_sampled(likelihood) else conditional.num_steps
-        scale = conditional.solve(carrier.residual, lambda m: together(curvature(m), copied) / beta, num_steps)
+        scale = conditional.solve(carrier.residual, lambda m: _divided(together(curvature(m), copied), beta), num_steps)
         kept, penalty = scale * carrier.residual, scale_penalty(scale)
     else:
         raise no_closed_form(conditional, likelihood)
@@ -146,6 +153,9 @@ def _curvature(
 ) -> Callable[[Tensor], Tensor]:
     r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, without a graph."""
     explained, residual = carrier.explained.detach(), carrier.residual.detach()
+    if hasattr(likelihood, "curvature_of_moments") and mask is None and q.lazy_covariance_matrix is carrier:
+        known = likelihood.curvature_of_moments(target, q.mean.detach())
+        return lambda scale: known(torch.addcmul(explained, scale, residual))
 
     def by_derivative(scale: Tensor) -> Tensor:
         # Price: the derivative of an expectation in the variance is half the expected second derivative.
@@ -200,8 +210,6 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
 
 def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
     """Raise unless targets fit q(f) and the likelihood."""
-    if target.dtype == torch.bool:
-        raise TypeError("Targets are bool, which have no arithmetic; convert them, such as y.float().")
     # A likelihood of several functions may have one label per point.
     is_one_dimensional = isinstance(likelihood, _OneDimensionalLikelihood) or is_gaussian(likelihood)
     allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
@@ -248,6 +256,10 @@ def _check_batch(noise: Tensor, q: MultivariateNormal) -> None:
             f"The likelihood's noise has batch shape {tuple(batch_shape)}, which does not fit q(f) of batch shape "
             f"{tuple(q.batch_shape)}; give the model and its variational distribution that batch shape too."
         )
+
+
+def _divided(values: Tensor, divisor: float) -> Tensor:
+    return values if divisor == 1.0 else values / divisor
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

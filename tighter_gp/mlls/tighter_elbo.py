@@ -41,14 +41,17 @@ class ELBOTerms(NamedTuple):
 
     log_likelihood: Tensor
     kl_divergence: Tensor
-    log_prior: Tensor
-    added_loss: Tensor
+    log_prior: Tensor | float
+    added_loss: Tensor | float
     conditional: Tensor
 
     @property
     def bound(self) -> Tensor:
         """What :class:`~tighter_gp.TighterELBO` returns with ``combine_terms=True``."""
-        return self.log_likelihood - self.kl_divergence + self.log_prior - self.added_loss - self.conditional
+        bound = self.log_likelihood - self.kl_divergence - self.conditional
+        if isinstance(self.log_prior, Tensor):
+            bound = bound + self.log_prior
+        return bound - self.added_loss if isinstance(self.added_loss, Tensor) else bound
 
 
 class TighterELBO(_ApproximateMarginalLogLikelihood):
@@ -122,7 +125,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch
-        added_loss, log_prior = torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood)
+        added_loss: Tensor | float = 0.0
+        log_prior: Tensor | float = 0.0
         for term in self.model.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm):
                 added_loss = added_loss + term.loss()
@@ -134,9 +138,12 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             kl_divergence=divergence * (self.beta / self.num_data),
             log_prior=log_prior,
             added_loss=added_loss,
-            conditional=self.beta * conditional / num_batch,
+            conditional=conditional * (self.beta / num_batch),
         )
-        return terms.bound if self.combine_terms else terms
+        if self.combine_terms:
+            return terms.bound
+        zero = torch.zeros_like(log_likelihood)
+        return terms._replace(log_prior=zero + log_prior, added_loss=zero + added_loss)
 
     def _data_terms(self, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
         """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points."""
@@ -152,7 +159,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         check_target(self.likelihood, q, target)
         mask = observed(self.likelihood, target, q.event_shape)
         terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
-        return terms._replace(conditional=terms.conditional + self._hidden_penalty(carrier, num_batch))
+        hidden = self._hidden_penalty(carrier, num_batch)
+        return terms._replace(conditional=terms.conditional + hidden) if isinstance(hidden, Tensor) else terms
 
     def _hidden_penalty(self, carrier: Carrier, num_batch: int) -> Tensor | float:
         """Price of the scales in the other layers of a deep GP, which q(f) of the last one does not show."""

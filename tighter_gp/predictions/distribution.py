@@ -10,11 +10,13 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
+from ..data import as_tensor
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
 from .marginals import (
@@ -283,7 +285,9 @@ class PredictiveDistribution:
         return self._point_dim if self._kind is not ClassesMarginal else -1
 
     def _targets(self, y: Any) -> Tensor:
-        y = torch.as_tensor(y, device=self._f.mean.device).double()
+        device = self._f.mean.device
+        wide = torch.empty(0, dtype=torch.float64, device=device)
+        y = as_tensor(y, wide) if isinstance(y, np.ndarray) else torch.as_tensor(y, device=device).double()
         wanted = self._y_shape
         if not any(y.shape == wanted[skipped:] for skipped in range(max(1, len(wanted) + self._target_dim + 1))):
             hint = " Squeeze its trailing dimension of one." if y.shape == (*wanted, 1) else ""

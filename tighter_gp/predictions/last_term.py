@@ -74,7 +74,8 @@ def training_points(
     residual = points.residual
     if variances is not None:
         variances = variances.to(residual.dtype).expand_as(residual)
-        scale = optimal_scale(residual, variances.reciprocal())
+        is_prior = posterior.training is not None and posterior.training.bound == "titsias"
+        scale = torch.ones_like(residual) if is_prior else optimal_scale(residual, variances.reciprocal())
     else:
         rows = torch.arange(train_x.size(-2), device=train_x.device)
         scale = conditional.scale(residual, index=rows).to(residual.dtype)

@@ -46,12 +46,15 @@ class LoweredKernel(NamedTuple):
     :param variance: ``(values, x) -> ... x N``, its diagonal.
     :param spread: ``(values, x1, x2) -> Tensor``, the largest squared norm of ``x2`` around the middle of ``x1``, in
         lengthscales; None where no distance is computed.
+    :param blocks: ``(values, x, M) -> K_ZZ, K_ZX, spread`` of the first ``M`` rows of ``x`` with themselves and with the
+        others, in one pass over both; None where there is none.
     """
 
     leaves: tuple[Leaf, ...]
     covariance: Callable[[Values, Tensor, Tensor], Tensor]
     variance: Callable[[Values, Tensor], Tensor]
     spread: Callable[[Values, Tensor, Tensor], Tensor] | None = None
+    blocks: Callable[[Values, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
     @property
     def values(self) -> list[Tensor]:
@@ -171,11 +174,61 @@ def _stationary(values: Values, x1: Tensor, x2: Tensor, profile: str) -> Tensor:
     return _Stationary.apply(*scaled(x1, x2, lengthscale), variance, profile)
 
 
+class _StationaryBlocks(torch.autograd.Function):
+    r""":math:`K_{ZZ}` and :math:`K_{ZX}` in one pass over both, from inputs as they are to their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, lengthscale: Tensor, scale: Tensor | None, size: int, profile: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape, x = x.shape, (x - x[..., :size, :].mean(-2, keepdim=True)).div(lengthscale)
+        norm = x.square().sum(-1, keepdim=True)
+        one = torch.ones_like(norm)
+        z = x[..., :size, :]
+        left = torch.cat([-2 * z, norm[..., :size, :], one[..., :size, :]], -1)
+        squared = (left @ torch.cat([x, one, norm], -1).mT).clamp_min_(0)
+        squared.diagonal(dim1=-1, dim2=-2).zero_()
+        value, slope, ctx.factor = _PROFILES[profile](squared)
+        if scale is not None:
+            value = scale * value
+        ctx.size, ctx.shape = size, shape
+        ctx.save_for_backward(x, lengthscale, scale, slope, value)
+        spread = norm.amax()
+        ctx.mark_non_differentiable(spread)
+        return value[..., :size].contiguous(), value[..., size:].contiguous(), spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_inducing: Tensor, grad_cross: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, lengthscale, scale, slope, value = ctx.saved_tensors
+        grad = torch.cat([grad_inducing, grad_cross], -1)
+        weight, grad_scale = grad * slope, None
+        if scale is not None:
+            if ctx.needs_input_grad[2]:
+                grad_scale = ((grad * value).sum((-1, -2), keepdim=True) / scale).sum_to_size(scale.shape)
+            weight = weight.mul_(scale) if weight.shape == value.shape else weight * scale
+        # The weights act on Z from the right and on all inputs, Z among them, from the left.
+        z = x[..., : ctx.size, :]
+        by_x = weight.sum(-2).unsqueeze(-1) * x - weight.mT @ z
+        by_x[..., : ctx.size, :] += weight.sum(-1, keepdim=True) * z - weight @ x
+        by_x = by_x.mul_(2 * ctx.factor).div_(lengthscale)
+        grad_lengthscale = None
+        if ctx.needs_input_grad[1]:
+            grad_lengthscale = (by_x * x).sum(-2, keepdim=True).neg_().sum_to_size(lengthscale.shape)
+        return by_x.sum_to_size(ctx.shape), grad_lengthscale, grad_scale, None, None
+
+
+def _stationary_blocks(values: Values, x: Tensor, size: int, profile: str) -> tuple[Tensor, Tensor, Tensor]:
+    lengthscale, *scale = values
+    variance = scale[0].unsqueeze(-1).unsqueeze(-1) if scale else None
+    return _StationaryBlocks.apply(x, lengthscale, variance, size, profile)
+
+
 def _constant_variance(values: Values, x: Tensor) -> Tensor:
     lengthscale, *scale = values
     batch = torch.broadcast_shapes(lengthscale.shape[:-2], x.shape[:-2])
-    ones = torch.ones((), dtype=x.dtype, device=x.device).expand(*batch, x.size(-2))
-    return scale[0].unsqueeze(-1) * ones if scale else ones
+    one = scale[0].unsqueeze(-1) if scale else torch.ones((), dtype=x.dtype, device=x.device)
+    return one.expand(*torch.broadcast_shapes(one.shape[:-1], batch), x.size(-2))
 
 
 _STATIONARY = (kernels.RBFKernel, kernels.MaternKernel)
@@ -188,6 +241,7 @@ def _lower_stationary(kernel: Kernel) -> LoweredKernel:
         lambda values, x1, x2: _stationary(values, x1, x2, profile),
         _constant_variance,
         _spread,
+        lambda values, x, size: _stationary_blocks(values, x, size, profile),
     )
 
 
@@ -263,6 +317,11 @@ def _lower_composition(kernel: Kernel, combine: Callable[[Tensor, Tensor], Tenso
             total = combine(total, result)
         return total
 
+    def blocks(values: Values, x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = [part.blocks(values[span], x, size) for part, span in zip(lowered, spans, strict=True)]  # type: ignore[misc]
+        inducing, cross, spread = (list(results) for results in zip(*found, strict=True))
+        return fold(inducing), fold(cross), torch.stack(spread).amax()
+
     spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
     spreads = [(part.spread, span) for part, span in zip(lowered, spans, strict=True) if part.spread is not None]
     return LoweredKernel(
@@ -274,6 +333,7 @@ def _lower_composition(kernel: Kernel, combine: Callable[[Tensor, Tensor], Tenso
         (lambda values, x1, x2: torch.stack([spread(values[span], x1, x2) for spread, span in spreads]).amax())
         if spreads
         else None,
+        blocks if all(part.blocks is not None for part in lowered) else None,
     )
 
 
@@ -311,7 +371,7 @@ def _select(lowered: LoweredKernel, dims: Tensor) -> LoweredKernel:
         first = x1.index_select(-1, dims)
         return lowered.covariance(values, first, first if x1 is x2 else x2.index_select(-1, dims))
 
-    spread = lowered.spread
+    spread, blocks = lowered.spread, lowered.blocks
     return LoweredKernel(
         lowered.leaves,
         covariance,
@@ -319,6 +379,7 @@ def _select(lowered: LoweredKernel, dims: Tensor) -> LoweredKernel:
         None
         if spread is None
         else lambda values, x1, x2: spread(values, x1.index_select(-1, dims), x2.index_select(-1, dims)),
+        None if blocks is None else lambda values, x, size: blocks(values, x.index_select(-1, dims), size),
     )
 
 

@@ -17,6 +17,9 @@ from .kernels import lower_lazy
 # A jitter below this many units of rounding keeps directions in which a covariance is all error.
 _LEAST_JITTER = 256
 
+# How much steeper a kernel that is not lowered may be in the squared distance than those that are.
+_UNKNOWN_PROFILE = 16
+
 
 def jitter_suffices(jitter: float, dtype: torch.dtype) -> bool:
     """Whether a jitter may be enough for a precision; :func:`covers_rounding` looks at the values too."""
@@ -36,7 +39,25 @@ def covers_rounding(
     :param dtype: The precision in which the covariances are evaluated.
     :param spread: Largest squared norm of the inputs in lengthscales.
     """
-    return torch.finfo(dtype).eps * (8 + 0.5 * spread) * variance.detach().amax() <= tolerance
+    return (8 + 0.5 * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
+
+
+@torch.no_grad()
+def unlowered_spread(covar: LinearOperator) -> Tensor | float:
+    """What stands for the spread of a kernel that is not lowered: the most that it can be, from all its units.
+
+    :param covar: Covariance of some inputs, as models return it.
+    """
+    if not isinstance(covar, LazyEvaluatedKernelTensor):
+        return 0.0
+    modules = [module for module in covar.kernel.modules() if isinstance(module, Kernel)]
+    units = [getattr(module, name, None) for module in modules for name in ("lengthscale", "period_length")]
+    frequencies = [getattr(module, "mixture_means", None) for module in modules]
+    factors = [unit.reciprocal().amax() for unit in units if isinstance(unit, Tensor)]
+    factors += [frequency.amax() for frequency in frequencies if isinstance(frequency, Tensor)]
+    if not factors:
+        return 0.0
+    return _UNKNOWN_PROFILE * (covar.x1 * torch.stack(factors).amax().to(covar.x1.dtype)).square().sum(-1).amax()
 
 
 def noise_tolerance(factor: Tensor, noise: Tensor | float) -> Tensor:

@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from ..checks import all_finite, check_device, checks_are_deferred, passed, raise_if_not_finite, same_values
+from ..checks import all_finite, asks_precision, check_device, passed, raise_if_not_finite, same_values
 from ..maths.fused import reuse_cholesky
 from ..maths.linalg import cholesky, project, residual_variance
 from ..settings import float32_factor
@@ -32,6 +32,7 @@ from .precision import (
     jitter_suffices,
     noise_tolerance,
     read,
+    unlowered_spread,
 )
 
 # Makes the factor of a joint covariance from a function of a block, its name and perhaps its scale.
@@ -164,7 +165,7 @@ class Projector:
             read(covar[..., top, top], to_dense, own),
             read(covar[..., top, bottom], to_dense, dtype),
             read(covar[..., bottom, bottom], diagonal, dtype),
-            0.0,
+            0.0 if dtype == self.wide else unlowered_spread(covar),
             covar,
         )
 
@@ -175,6 +176,9 @@ class Projector:
         values = [value.to(dtype) for value in lowered.values]
         features = features.to(dtype)
         z, data = features[..., : self.num_inducing, :], features[..., self.num_inducing :, :]
+        if own == dtype and lowered.blocks is not None:
+            inducing, cross, largest = lowered.blocks(values, features, self.num_inducing)
+            return inducing, cross, lowered.variance(values, data), largest
         if own == dtype:
             inducing = lowered.covariance(values, z, z)
         else:
@@ -205,7 +209,7 @@ class Projector:
         if factor is None:
             factor, succeeded = self._try(matrix)
             flags.append(succeeded)
-        if dtype != self.wide and not self.is_exact and not checks_are_deferred():
+        if dtype != self.wide and not self.is_exact and asks_precision():
             flags.append(self._covers(prior, factor, dtype))
         if not flags or passed(*flags):
             return self._keep(prior, matrix, factor, dtype)
@@ -223,16 +227,22 @@ class Projector:
             raise_if_not_finite(x)
             first = x if first is None else first
             prior = self.prior(_together(self.points, x if self.inputs is None else self.inputs(x)[1]), **kwargs)
-            lowered = lower_lazy(prior.lazy_covariance_matrix) if self.lower else None
-            if lowered is None or lowered.spread is None or self._first_precision(x.dtype) == self.wide:
-                continue
-            features = prior.lazy_covariance_matrix.x1
-            z, data = features[..., : self.num_inducing, :], features[..., self.num_inducing :, :]
-            spread = lowered.spread(lowered.values, z, data)
-            self.least_spread = spread.clamp_min(self.least_spread)
+            if self._first_precision(x.dtype) != self.wide:
+                self._widen(prior.lazy_covariance_matrix)
         if first is not None and self.factor is None:
             self.factorized(first[..., :1, :], **kwargs)
         return self
+
+    def _widen(self, covar: LinearOperator) -> None:
+        """Let no later decision forget how far these inputs lie apart."""
+        lowered, spread = lower_lazy(covar) if self.lower else None, None
+        if lowered is None:
+            spread = unlowered_spread(covar)
+        elif lowered.spread is not None:
+            z, data = covar.x1[..., : self.num_inducing, :], covar.x1[..., self.num_inducing :, :]
+            spread = lowered.spread(lowered.values, z, data)
+        if isinstance(spread, Tensor):
+            self.least_spread = spread.clamp_min(self.least_spread)
 
     def _first_precision(self, dtype: torch.dtype) -> torch.dtype:
         if self.precision is None:
@@ -243,8 +253,9 @@ class Projector:
     def _covers(self, prior: PriorBlocks, factor: Tensor, dtype: torch.dtype) -> Tensor:
         variance = prior.inducing_covar.diagonal(dim1=-1, dim2=-2)
         tolerance = self.jitter if self.noise is None else noise_tolerance(factor, self.noise)
-        spread = prior.spread if isinstance(prior.spread, Tensor) else variance.new_full((), prior.spread)
-        spread = spread.clamp_min(self.least_spread)
+        spread, least = prior.spread, self.least_spread
+        if isinstance(least, Tensor):
+            spread = least if not isinstance(spread, Tensor) else spread.clamp_min(least)
         return covers_rounding(tolerance, variance, dtype, spread)
 
     def _jittered(self, inducing_covar: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -261,7 +272,8 @@ class Projector:
         def factorize(block: Tensor, *_: Any) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(block)
             # Zero times NaN is NaN: one comparison for both questions.
-            succeeded.append((factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info).sum() == 0)
+            both = factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info
+            succeeded.append((both.sum() if both.dim() else both) == 0)
             return factor
 
         factor = self.factorize(matrix, factorize)

@@ -17,8 +17,7 @@ from ..carrier import Carrier
 from ..checks import check_device, check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
 from ..conditionals import Conditional, make_conditional
 from ..conditionals.base import ConditionalAddedLossTerm
-from ..maths.bounds import whitened_kl
-from ..maths.fused import fused_moments
+from ..maths.fused import fused_kl, fused_moments
 from ..maths.linalg import full_precision, project
 from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
@@ -68,7 +67,7 @@ class TighterStrategy(VariationalStrategy):
 
     def _empty_caches(self) -> None:
         self._factor_cache = FactorCache()
-        self._q_cache: dict[str, tuple[tuple, Distribution]] = {}
+        self._q_cache: dict[str, tuple[tuple, Any]] = {}
 
     def _clear_cache(self) -> None:
         super()._clear_cache()
@@ -101,8 +100,24 @@ class TighterStrategy(VariationalStrategy):
 
     def whitened_parts(self) -> tuple[Whitened, ...]:
         """The independent factors of q(w) as tensors."""
-        found = [parameters_of(distribution) for distribution in self.distributions]
-        return tuple(to_whitened(self._cached_q(part)) if q is None else q for part, q in enumerate(found))
+        return tuple(self._whitened_part(part) for part in range(len(self.distributions)))
+
+    def _whitened_part(self, part: int) -> Whitened:
+        distribution, name = self.distributions[part], f"{part}, whitened"
+        key = self._training_key(distribution) if self.training else None
+        known, q = self._q_cache.get(name, (None, None))
+        if q is None or key is None or known != key:
+            q = parameters_of(distribution)
+            q = to_whitened(self._cached_q(part)) if q is None else q
+            if key is not None:
+                self._q_cache[name] = (key, q)
+        return q
+
+    @staticmethod
+    def _training_key(distribution: _VariationalDistribution) -> tuple:
+        """By version: for the two halves of a training step."""
+        parameters = ((p.data_ptr(), p._version, p.requires_grad) for p in distribution.parameters())
+        return (torch.is_grad_enabled(), *parameters)
 
     def whitened(self) -> Whitened:
         """q(w) as tensors."""
@@ -115,8 +130,7 @@ class TighterStrategy(VariationalStrategy):
         if self.training:
             self._q_cache.clear()  # handed over once: a second backward pass gets a graph of its own
         first, *others = (
-            whitened_kl(q) if q.root is not None or q.stddev is not None else _negative_log_density(q.mean)
-            for q in parts
+            fused_kl(q) if q.root is not None or q.stddev is not None else _negative_log_density(q.mean) for q in parts
         )
         return sum(others, start=first)
 
@@ -124,7 +138,7 @@ class TighterStrategy(VariationalStrategy):
         distribution = self.distributions[part]
         parameters = tuple(distribution.parameters())
         if self.training:
-            key: tuple = (torch.is_grad_enabled(), *((p.data_ptr(), p._version) for p in parameters))
+            key = self._training_key(distribution)
             same: Callable[[tuple], bool] = lambda known: known == key
         elif torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return distribution()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from gpytorch.distributions import Delta, Distribution, MultivariateNormal
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
+    DeltaVariationalDistribution,
     MeanFieldVariationalDistribution,
     NaturalVariationalDistribution,
     TrilNaturalVariationalDistribution,
     _VariationalDistribution,
 )
+from gpytorch.variational.natural_variational_distribution import _NaturalToMuVarSqrt
 from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from ..maths.linalg import cholesky, solve_lower
+from ..checks import passed
+from ..maths.linalg import cholesky, solve_lower, triangular_inverse
 from ..maths.moments import Whitened
-from ..maths.natural import reversed_factor
+from ..maths.natural import lower_root, reversed_factor
 
 
 def to_whitened(q: Distribution) -> Whitened:
@@ -33,8 +38,36 @@ def to_whitened(q: Distribution) -> Whitened:
     return Whitened(q.mean, root=covar.cholesky().to_dense())
 
 
+class _NaturalToRoot(torch.autograd.Function):
+    """Mean and lower root from natural parameters, with GPyTorch's backward pass, which gives natural gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, root: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        mean = (root @ (root.mT @ vector.unsqueeze(-1))).squeeze(-1)
+        ctx.save_for_backward(mean, root)
+        return mean, root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor, grad_root: Tensor) -> tuple[Tensor, None, Tensor]:
+        mean, root = ctx.saved_tensors
+        inverse = triangular_inverse(root)
+        by_vector, by_matrix = _NaturalToMuVarSqrt._backward(grad_mean, grad_root, mean, root, inverse)
+        return by_vector, None, by_matrix
+
+
+def _of_natural(distribution: NaturalVariationalDistribution) -> Whitened | None:
+    """With one factorisation, where GPyTorch takes two; None where there is none without a jitter."""
+    vector, matrix = distribution.natural_vec, distribution.natural_mat
+    root, ok = lower_root(-2 * matrix.detach().mT)  # from the lower triangle, as there
+    return Whitened(*_NaturalToRoot.apply(vector, root, matrix)) if passed(ok) else None
+
+
 def parameters_of(distribution: _VariationalDistribution) -> Whitened | None:
-    """The tensors of the two common distributions, which need no detour through operators; None for others."""
+    """The tensors of a distribution without a detour through operators; None for an unknown one."""
+    if type(distribution) is DeltaVariationalDistribution:
+        return Whitened(distribution.variational_mean)
+    if type(distribution) is NaturalVariationalDistribution:
+        return _of_natural(distribution)
     if type(distribution) is CholeskyVariationalDistribution:
         return Whitened(distribution.variational_mean, root=distribution.chol_variational_covar.tril())
     if type(distribution) is MeanFieldVariationalDistribution:

@@ -131,7 +131,6 @@ class ArrayBatches(BatchSource):
         device = self.like.device
         while True:
             order = self._order(epoch)
-            order = order if self._on_disk else order.to(device)
             for first in range(position * self.batch_size, self.num_data, self.batch_size):
                 rows = order[first : first + self.batch_size]
                 own = rows[rank::world_size]
@@ -140,11 +139,12 @@ class ArrayBatches(BatchSource):
             epoch, position = epoch + 1, 0
 
     def _order(self, epoch: int) -> Tensor:
-        # On the CPU whatever the default device, so that CPU and CUDA runs see the same batches; one copy per epoch.
+        # Drawn on the CPU whatever the default device, so that CPU and CUDA runs see the same batches; one copy per epoch.
+        device = torch.device("cpu") if self._on_disk else self.like.device
         if self.steps_per_epoch == 1:
-            return torch.arange(self.num_data, device="cpu")
+            return torch.arange(self.num_data, device=device)
         generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
-        return torch.randperm(self.num_data, generator=generator, device="cpu")
+        return move(torch.randperm(self.num_data, generator=generator, device="cpu"), device)
 
     def _batch(self, rows: Tensor, weight: float, device: torch.device) -> Batch:
         taken: Tensor | slice = rows
@@ -159,7 +159,7 @@ class ArrayBatches(BatchSource):
             if self.check_y is not None:
                 self.check_y(y)
             y = move(y, device)
-        return Batch(x, y, rows.to(device), kwargs, weight)
+        return Batch(x, y, move(rows, device), kwargs, weight)
 
     def fingerprint(self) -> bytes:
         """A hash of shapes and of a sample of all values."""

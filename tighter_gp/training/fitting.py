@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from typing import Any
 
 import numpy as np
 from gpytorch.likelihoods import Likelihood
+from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..arguments import check_arguments
 from ..checks import describe_hyperparameters
+from ..likelihoods.properties import is_sampled
 from ..mlls import TighterELBO
 from . import distributed
 from .guard import Guard
@@ -34,6 +37,11 @@ _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
 # Learning rate of Adam for q(u), and for parameters that are none of a GP.
 _ADAM_LR = 0.01
+
+# From how many steps on compiling them pays: it takes about 15 seconds, and saves a few milliseconds per step.
+_COMPILED_STEPS = 5000
+
+log = logging.getLogger("tighter_gp")
 
 
 def fit(
@@ -60,7 +68,7 @@ def fit(
     callbacks: Sequence[Callable[[Step], bool | None]] = (),
     progress: bool | None = None,
     max_failures: int = 10,
-    compile: bool = False,
+    compile: bool | str = False,
     initialize: bool = False,
     num_data: int | None = None,
     **kwargs: Any,
@@ -128,7 +136,7 @@ def fit(
         parameters of the best. None: never stop, end with the last.
     :param checkpoint: File to keep the state of the run in; at any moment it is whole.
     :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
-    :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model and settings, but for the
+    :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
         number of steps. A run that has ended, also one that a callback or early stopping ended, stays ended.
     :param seed: Seed of all that is random.
     :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end
@@ -136,8 +144,9 @@ def fit(
     :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed. False: nor lines in the
         log, but for the last.
     :param max_failures: Failed steps in a row before the error is raised.
-    :param compile: Whether Adam's steps are compiled, see :class:`~tighter_gp.CompiledStep`. It takes seconds to
-        minutes at the start, once for each shape of batch. A compiled step that fails is tried again eagerly.
+    :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
+        seconds to minutes at the start. The short last batch of an epoch is taken eagerly, and so is a step that fails.
+        ``"auto"``: if the run is long enough for it to pay, by a rule of sizes and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
@@ -172,7 +181,9 @@ def fit(
         raise ValueError(f"lr must be positive and finite; got {lr}.")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs a checkpoint= to continue from.")
-    if compile and (optimizer == "lbfgs" or collapsed or x is None):
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"compile must be True, False or 'auto'; got {compile!r}.")
+    if compile is True and (optimizer == "lbfgs" or collapsed or x is None):
         raise ValueError("compile=True is for Adam's steps on an approximate GP.")
     if patience is not None and validation is None:
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
@@ -203,13 +214,16 @@ def fit(
         mll = make_objective(model, likelihood, objective, source.num_data)
         check_arguments(kwargs, likelihood, mll, function=fit)
         source.add_arguments(kwargs)
-        distributed.check_same(source.fingerprint(), like.device)
+        fingerprint = source.fingerprint()
+        distributed.check_same(fingerprint, like.device)
         if steps is None:
             default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
             steps = (default if epochs is None else epochs) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
         batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
-        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile, batch)
+        if compile == "auto":
+            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, batch, steps)
+        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, bool(compile), batch)
         plan = Plan(
             total=steps,
             validation=None if validation is None else held_out_data(likelihood, validation, like),
@@ -224,6 +238,7 @@ def fit(
                 "seed": seed,
                 "num_data": source.num_data,
                 "batch_size": source.batch_size,
+                "data": fingerprint.hex(),
                 **settings,
                 "arguments": sorted(kwargs),
                 "parameters": {name: list(parameter.shape) for name, parameter in problem.parameters.items()},
@@ -247,20 +262,22 @@ def _make_step(
     if optimizer == "lbfgs":
         return LBFGSStep(problem), {}
     reason = refusal(problem.model, problem.likelihood, problem.objective)
-    if natural_gradients and (reason or compile):
+    if natural_gradients and reason:
         raise ValueError(
-            f"natural_gradients cannot be used here: {reason or 'compiled steps have none'}. Leave them out, or "
-            f"{'the compilation' if compile and not reason else 'pass natural_gradients=False'}."
+            f"natural_gradients cannot be used here: {reason}. Leave them out, or pass natural_gradients=False."
         )
+    if compile and distributed.is_active() and not reason and natural_gradients is not False:
+        log.info("steps are not compiled: natural gradients of several processes exchange messages on their way")
+        compile = False
     settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
-    if natural_gradients is not False and not reason and not compile:
+    if natural_gradients is not False and not reason:
         recipe = Recipe.for_likelihood(problem.likelihood)
         recipe = recipe if lr is None else recipe._replace(lr=lr)
         if natural_gradients not in (None, True):
             size = float(natural_gradients)
             recipe = recipe._replace(natural=size, natural_full=size)
         factor = None if schedule == "recipe" else make_schedule(schedule)
-        return NaturalStep(problem, recipe, factor, batch_size, _ADAM_LR if lr is None else lr), settings
+        return NaturalStep(problem, recipe, factor, batch_size, _ADAM_LR if lr is None else lr, compile), settings
     refuse_adam(problem.model)
     rates = {"all": _ADAM_LR if lr is None else lr}
 
@@ -268,7 +285,21 @@ def _make_step(
         return Optimizers(problem.parameters, sparse, dict.fromkeys(problem.parameters, "all"), rates)
 
     factor = make_schedule("cosine" if schedule == "recipe" else schedule)
-    return AdamStep(problem, factor, make_optimizers, compile), settings
+    return AdamStep(problem, factor, make_optimizers, batch_size if compile else None), settings
+
+
+def compile_pays(problem: Problem, batch_size: int, steps: int) -> bool:
+    """Whether a run is long enough for compiled steps, from sizes and the number of its steps alone.
+
+    So every process decides alike, and a run that is resumed as the one that was not interrupted.
+    """
+    # What is drawn on the way, or has sparse gradients, is not the same or not possible in a graph.
+    if is_sampled(problem.likelihood) or problem.needs_index or isinstance(problem.model, DeepGP):
+        return False
+    pays = steps >= _COMPILED_STEPS
+    if pays and distributed.rank() == 0:
+        log.info("steps are compiled: there are %d, and from %d on it pays", steps, _COMPILED_STEPS)
+    return pays
 
 
 def _hyperparameters(problem: Problem, error: Exception) -> str:

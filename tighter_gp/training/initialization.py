@@ -18,12 +18,14 @@ from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
+from ..likelihoods.properties import observed
 from ..likelihoods.slopes import expected_slopes
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from ..posterior import gathered
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
 from .lbfgs import FullBatchLBFGS
+from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
 
@@ -54,7 +56,8 @@ def initialize(
     experiments. Where the noise is small this start saves epochs, elsewhere it changes little.
 
     What does not apply is left as it is; with other likelihoods, several outputs and feature extractors that is all but
-    the inducing points. A parameter that does not require a gradient is not changed.
+    the inducing points. A parameter that does not require a gradient is not changed. Rows whose target is missing, NaN
+    where the likelihood or ``gpytorch.settings.observation_nan_policy`` allows it, count for the inducing points alone.
 
     :param model: A model that :func:`~tighter_gp.fit` takes.
     :param likelihood: Its likelihood.
@@ -74,21 +77,32 @@ def initialize(
     inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=0, name="y")
     order = torch.randperm(num_rows(x), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
-    some = inputs[order[:_MOST_ROWS].sort().values]
+    used = order[:_MOST_ROWS]
+    rows = used.sort().values
+    some, given = inputs[rows], targets[rows]
+    check_finite("x", some)
+    check_finite("y", given, likelihood)
     for holder in holders:
         _place(holder, some, seed)
     is_plain = len(holders) == 1 and isinstance(likelihood, GaussianLikelihood) and len(targets.shape) == 1
     if not is_plain or not _is_kernel_and_mean(model, some[:3]):
         return
-    holder, rows = holders[0], order[:num_rows_used].sort().values
+    # Missing targets say nothing.
+    seen = observed(likelihood, given, given.shape[-1:])
+    share = 1.0 if seen is None else float(seen.double().mean())
+    if seen is not None:
+        rows = rows[seen.to(rows.device)]
+        used = used[torch.isin(used, rows)]
+    if not len(used):
+        return
+    (holder,), chosen = holders, used[:num_rows_used].sort().values
     points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
-    num_inducing = points.size(-2)
     _train_hyperparameters(
-        model, likelihood, inputs[rows], targets[rows].to(like.dtype), iterations, seed, num_inducing
+        model, likelihood, inputs[chosen], targets[chosen].to(like.dtype), iterations, seed, points.size(-2)
     )
-    if isinstance(holders[0], TighterStrategy):
-        rows = order[:_MOST_ROWS].sort().values
-        _set_q(model, likelihood, holders[0], inputs[rows], targets[rows].to(like.dtype), len(order))
+    is_free = lambda: all(p.requires_grad for q in holder.distributions for p in q.parameters())
+    if isinstance(holder, TighterStrategy) and is_free():
+        _set_q(model, likelihood, holder, inputs[rows], targets[rows].to(like.dtype), share * len(order))
 
 
 @torch.no_grad()
@@ -160,7 +174,7 @@ def _train_hyperparameters(
 
 
 @torch.no_grad()
-def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num_data: int) -> None:
+def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num_data: float) -> None:
     """The optimal q(u), from sums over some rows that stand for all."""
     noise = likelihood.noise.expand(y.shape) * (len(y) / num_data)
     with temporary_mode(model, False), full_precision(x.device.type):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
@@ -17,7 +17,7 @@ from .batches import Batch, BatchSource
 from .randomness import own_random_state, seed_generators, seed_of
 
 # Samplers whose length is not the number of points they visit, and where they have these points.
-_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source", WeightedRandomSampler: "weights"}
+_POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source"}
 
 
 class LoaderBatches(BatchSource):
@@ -32,6 +32,7 @@ class LoaderBatches(BatchSource):
     :param noise: Noise variances of all training points, ``... x N``, if the likelihood has them.
     :param num_data: Number of training points, over all processes; default what the loader says.
     :param check_y: Looks at the targets of a batch before it goes to the device.
+    :param limits: Numbers of rows that the index of a batch must keep to, and whose they are.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LoaderBatches(BatchSource):
         noise: Tensor | None = None,
         num_data: int | None = None,
         check_y: Callable[[Tensor], None] | None = None,
+        limits: Sequence[tuple[int, str]] = (),
     ) -> None:
         try:
             self.steps_per_epoch = len(loader)
@@ -57,7 +59,9 @@ class LoaderBatches(BatchSource):
             )
         self.batch_size = getattr(loader, "batch_size", None) or 0
         self.loader, self.seed, self.like, self.noise, self.check_y = loader, seed, like, noise, check_y
-        self.generators = _generators(loader)
+        self.generators, self.limits = _generators(loader), list(limits)
+        if noise is not None:
+            self.limits.append((noise.size(-1), f"{noise.size(-1)} noise variances"))
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """The batches from step ``start`` on, without end; those before it in its epoch are read and dropped."""
@@ -92,7 +96,9 @@ class LoaderBatches(BatchSource):
         x, y, *index = batch
         if self.check_y is not None:
             self.check_y(y)
-        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        for size, owner in self.limits if index else ():
+            check_range(index[0], size, owner)
+        x, y = x.unsqueeze(-1) if x.dim() == 1 else x, y.long() if y.dtype in (torch.uint8, torch.bool) else y
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
         x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
         weight = len(x) / distributed.total(len(x), self.like.device)
@@ -107,7 +113,6 @@ class LoaderBatches(BatchSource):
                 "The likelihood has a noise variance for each training point and must know which they are: let the "
                 "DataLoader yield (x, y, index)."
             )
-        check_range(rows, self.noise.size(-1), f"{self.noise.size(-1)} noise variances")
         return {"noise": self.noise[..., rows]}
 
 
@@ -118,6 +123,13 @@ def num_visited(loader: Any, device: torch.device) -> int:
     :raises ValueError: If only a part of the dataset can be seen, and it is unknown which.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(loader, DataLoader) and batch_sampler is None:
+        batch_sampler = loader.sampler  # batch_size=None: what it yields are batches, or items of the dataset are
+        if not isinstance(batch_sampler, BatchSampler | BlockBatchSampler):
+            raise ValueError(
+                "A DataLoader with batch_size=None does not say how many points its batches have in all: pass their number, "
+                "fit(..., num_data=)."
+            )
     if batch_sampler is None:
         return len(loader.dataset)
     if isinstance(batch_sampler, BlockBatchSampler):
@@ -128,6 +140,8 @@ def num_visited(loader: Any, device: torch.device) -> int:
     for kind, points in _POPULATIONS.items():
         if isinstance(sampler, kind):
             return len(getattr(sampler, points))
+    if isinstance(sampler, WeightedRandomSampler):
+        return int((sampler.weights > 0).sum())
     if hasattr(sampler, "indices"):
         return _joined(len({int(row) for row in sampler.indices}), loader, device)
     if isinstance(sampler, (list, tuple)):

@@ -16,26 +16,28 @@ here. :math:`\rho` is the fraction of the way to the optimum of the batch, whate
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from gpytorch.variational import LMCVariationalStrategy, _VariationalDistribution
+from gpytorch.variational import LMCVariationalStrategy
 from torch import Tensor
 
-from ..checks import same_values
+from ..checks import passed
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
+from ..maths.linalg import full_precision
 from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
 from ..recording import Before, Record, recorded_projections
-from .natural_forms import has_natural_step, init_natural, mean_of, vector_and_matrix, write_distribution
+from .natural_entries import Entry
+from .natural_forms import has_natural_step, mean_of, vector_and_matrix, write_distribution
 
 __all__ = ["GaussianTargets", "NaturalGradients"]
 
 log = logging.getLogger("tighter_gp")
 
 Reduce = Callable[[Sequence[Tensor]], None]
+Size = float | Tensor
 
 # How often a step is halved before it is given up.
 _MAX_HALVINGS = 6
@@ -45,58 +47,6 @@ _TOLERANCE = 0.05
 
 # Power iterations per step for the largest curvature that a mean-field mean sees.
 _POWER_ITERATIONS = 3
-
-
-class _Entry:
-    """One distribution, its natural parameters and what was last written to it."""
-
-    def __init__(self, distribution: _VariationalDistribution) -> None:
-        self.distribution = distribution
-        self.q: NaturalParameters | None = None
-        self.written: tuple[Tensor, ...] = ()
-        self.versions: list[tuple[int, int]] = []
-        self.probe: Tensor | None = None  # leading direction of a mean-field q's curvature
-        self.previous: tuple[NaturalParameters, tuple[Tensor, ...]] | None = None
-
-    def current(self) -> NaturalParameters:
-        """The natural parameters, rebuilt if q(u) was changed by anybody else."""
-        parameters = vector_and_matrix(self.distribution)
-        is_known = self.q is not None and self._is_written(parameters)
-        if not is_known:
-            self.q, self.written = init_natural(self.distribution), _copies(parameters)
-            self.versions = _versions(parameters)
-        assert self.q is not None
-        return self.q
-
-    def accept(self, q: NaturalParameters) -> None:
-        assert self.q is not None
-        self.previous = self.q, self.written
-        parameters = vector_and_matrix(self.distribution)
-        self.q, self.written, self.versions = q, _copies(parameters), _versions(parameters)
-
-    def _is_written(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are what was written last: by value, or by version where a value would have to be waited for."""
-        if _versions(parameters) == self.versions and parameters[0].device.type != "cpu":
-            return True
-        return all(map(same_values, self.written, (parameter.detach() for parameter in parameters)))
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        if self.previous is not None:
-            self.q, self.written = self.previous
-            self.previous = None
-            parameters = vector_and_matrix(self.distribution)
-            for parameter, value in zip(parameters, self.written, strict=True):
-                parameter.copy_(value)
-            self.versions = _versions(parameters)
-
-
-def _copies(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach().clone() for tensor in tensors)
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 class GaussianTargets(NamedTuple):
@@ -155,13 +105,18 @@ class NaturalGradients:
         self.num_data, self.beta, self.reduce = num_data, beta, reduce
         self.strategies: list[Any] = [module for module in model.modules() if hasattr(module, "distributions")]
         self._entries = {
-            id(distribution): _Entry(distribution)
+            id(distribution): Entry(distribution)
             for strategy in self.strategies
             for distribution in strategy.distributions
             if has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters())
         }
         self._coupled = _num_coupled(model, self.strategies)
-        self._pending: list[tuple[_Entry, Tensor, Tensor, Tensor]] = []
+        self._pending: list[tuple[Entry, Tensor, Tensor, Tensor]] = []
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Each distribution with its natural parameters."""
+        return list(self._entries.values())
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -172,10 +127,10 @@ class NaturalGradients:
         self,
         evaluate: Callable[[], Tensor],
         parameters: Sequence[Tensor],
-        size: float,
+        size: Size,
         gaussian: GaussianTargets | None = None,
         weight: float = 1.0,
-    ) -> tuple[Tensor, list[Tensor | None], float]:
+    ) -> tuple[Tensor, list[Tensor | None], Size]:
         r"""Move q(u), then differentiate the loss at the new q(u).
 
         :param evaluate: Makes the loss, minus the bound per datum: ``lambda: -mll(model(x), y)``.
@@ -200,23 +155,24 @@ class NaturalGradients:
             with self.recording() as records:
                 loss = evaluate()
             self.gradients(loss, records, [], weight)
-            loss, used = self._guarded(evaluate, records, float(loss.detach().sum()), size)
+            loss, used = self._guarded(evaluate, records, loss.detach().sum().double(), size)
         gradients = torch.autograd.grad(loss.sum(), list(parameters), allow_unused=True) if parameters else ()
         return loss, list(gradients), used
 
     def _guarded(
-        self, evaluate: Callable[[], Tensor], records: Sequence[Record], first: float, size: float
-    ) -> tuple[Tensor, float]:
+        self, evaluate: Callable[[], Tensor], records: Sequence[Record], first: Tensor, size: Size
+    ) -> tuple[Tensor, Size]:
         """A step after which the batch's loss is not much worse than before, with the loss at the new q(u).
 
         Where the slopes depend on q(u), a mean may go much too far: a rate of exp(f) explodes. The precision is safe.
         """
-        bound, fraction = first + _TOLERANCE * (1 + abs(first)), 1.0
+        bound, fraction = first + _TOLERANCE * (1 + first.abs()), 1.0
         for attempt in range(_MAX_HALVINGS + 2):
             used = self.step(size, fraction) if attempt <= _MAX_HALVINGS else 0.0
             with self.recording(replay=records):
                 loss = evaluate()
-            if not float(loss.detach().sum()) > bound and math.isfinite(float(loss.detach().sum())):
+            after = loss.detach().sum().double()
+            if passed(~(after > bound) & torch.isfinite(after)):
                 break
             if attempt <= _MAX_HALVINGS:
                 self.undo()
@@ -307,19 +263,20 @@ class NaturalGradients:
             start = stop
 
     @torch.no_grad()
-    def step(self, size: float, fraction: float = 1.0) -> float:
+    def step(self, size: Size, fraction: float = 1.0) -> Size:
         r"""Move q(u) by a fraction :math:`\rho` of the way to the optimum of the last batch.
 
-        :param size: :math:`\rho`, above 0 and at most 1.
+        :param size: :math:`\rho`, above 0 and at most 1; a tensor in a graph.
         :param fraction: Of the step that the mean takes.
         :return: The size that was used, the smallest over the distributions: halved where a precision would not have been
             positive definite, which is logged; 0 where nothing helped and q(u) is as it was.
         """
-        used = size
         self.forget()
-        for entry, rows, slope, curvature in self._pending:
-            used = min(used, self._move(entry, rows, slope, curvature, size, fraction))
-        return used
+        if not self._pending:
+            return size
+        with full_precision(self._pending[0][1].device.type):
+            used = [self._move(*pending, size, fraction) for pending in self._pending]
+        return min(used) if isinstance(size, float) else size
 
     def values_before(self) -> dict[int, Tensor]:
         """The parameters of q(u) before the last step, by their ids."""
@@ -339,24 +296,22 @@ class NaturalGradients:
         for entry in self._entries.values():
             entry.undo()
 
-    def _move(
-        self, entry: _Entry, rows: Tensor, slope: Tensor, curvature: Tensor, size: float, fraction: float
-    ) -> float:
+    def _move(self, entry: Entry, rows: Tensor, slope: Tensor, curvature: Tensor, size: Size, fraction: float) -> Size:
         distribution, q = entry.distribution, entry.current()
         batch_shape, is_mean_field = q.linear.shape[:-1], q.is_mean_field
         sums = Sums(*(part.contiguous() for part in data_sums(rows, slope, curvature, batch_shape, is_mean_field)))
         if self.reduce is not None:
             self.reduce(sums)
-        mean, asked = mean_of(distribution, q), size
-        for _ in range(_MAX_HALVINGS + 1):
-            mean_size: float | Tensor = fraction * (size if self._coupled * size <= 1 else 1 / self._coupled)
+        mean, asked, probe = mean_of(distribution, q), size, entry.probe
+        for attempt in range(_MAX_HALVINGS + 1):
+            mean_size = self._mean_size(size, fraction)
             if is_mean_field:
-                limit = self._mean_field_limit(entry, sums, rows, curvature, size)
-                mean_size = limit.clamp_max(mean_size)
+                limit, probe = self._mean_field_limit(entry, sums, rows, curvature, size)
+                mean_size = limit.clamp_max(size if mean_size is None else mean_size)
             moved = natural_step(q, sums, mean, size, mean_size)
-            if bool(write_distribution(distribution, moved)):
-                entry.accept(moved)
-                if size < asked:
+            if passed(write_distribution(distribution, moved)):
+                entry.accept(moved, probe)
+                if attempt:
                     log.warning(
                         "a natural step of size %g would leave the positive definite matrices; taken: %g", asked, size
                     )
@@ -365,14 +320,21 @@ class NaturalGradients:
         log.warning("a natural step of size %g was not taken: no smaller one gave a positive definite precision", asked)
         return 0.0
 
-    def _mean_field_limit(self, entry: _Entry, sums: Sums, rows: Tensor, curvature: Tensor, size: float) -> Tensor:
-        r""":math:`1 / \kappa`, one per member of the batch, ``... x 1``."""
+    def _mean_size(self, size: Size, fraction: float) -> Size | None:
+        """Size of the step of the mean, if it is another."""
+        if self._coupled == 1:
+            return None if fraction == 1.0 else fraction * size
+        limit = 1 / self._coupled
+        return fraction * (size.clamp_max(limit) if isinstance(size, Tensor) else min(size, limit))
+
+    def _mean_field_limit(
+        self, entry: Entry, sums: Sums, rows: Tensor, curvature: Tensor, size: Size
+    ) -> tuple[Tensor, Tensor]:
+        r""":math:`1 / \kappa`, one per member of the batch, ``... x 1``, and the direction of that curvature."""
         q = entry.q
         assert q is not None
         width = torch.lerp(q.precision, 1 + sums.gram.double(), size).rsqrt().to(rows.dtype)
-        if entry.probe is None:
-            entry.probe = torch.ones_like(width) / width.size(-1) ** 0.5
-        vector = entry.probe.to(rows.dtype)
+        vector = torch.ones_like(width) / width.size(-1) ** 0.5 if entry.probe is None else entry.probe.to(rows.dtype)
         kappa = torch.ones_like(vector[..., :1])
         for _ in range(_POWER_ITERATIONS):
             scaled = width * vector
@@ -384,8 +346,7 @@ class NaturalGradients:
             product = width * (scaled + product)
             kappa = product.norm(dim=-1, keepdim=True)
             vector = product / kappa.clamp_min(torch.finfo(kappa.dtype).tiny)
-        entry.probe = vector.detach()
-        return kappa.clamp_min(1.0).reciprocal()
+        return kappa.clamp_min(1.0).reciprocal(), vector.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Natural parameters of every distribution, and the parameters they belong to."""

@@ -32,7 +32,7 @@ def covariance_gradient(root: Tensor, gradient: Tensor, inverse: Tensor) -> Tens
 
     Example:
         >>> root, gradient = torch.tensor([[2.0]]), torch.tensor([[4.0]])  # of C^2 at C = 2
-        >>> tighter_gp.training.natural_optimizer.covariance_gradient(root, gradient, root.inverse())
+        >>> tighter_gp.training.natural_optimizer.covariance_gradient(root, gradient, 1 / root)
         tensor([[1.]])
     """
     inner = (root.mT @ gradient).tril()

@@ -15,7 +15,7 @@ from gpytorch.models.deep_gps import DeepGP
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS
+from ..checks import NUMERICAL_ERRORS, passed
 from ..conditionals import Conditional
 from ..likelihoods.properties import is_sampled
 from ..mlls import TighterELBO
@@ -23,11 +23,12 @@ from ..strategies import TighterStrategy
 from . import distributed
 from .batches import Batch
 from .natural import NaturalGradients
+from .natural_compiled import CompiledNaturalStep
 from .natural_forms import has_natural_step
 from .optimizers import Optimizers
 from .problem import Problem
 from .recipe import Recipe
-from .steps import Call, Info, joined_gradients
+from .steps import Attempts, Call, Info, is_full
 
 
 def refusal(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
@@ -42,6 +43,10 @@ def refusal(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
         return f"q(u) is a {type(forms[0]).__name__}, which has no natural parameters"
     if not isinstance(objective, VariationalELBO | TighterELBO) and not hasattr(objective, "is_tighter"):
         return f"{type(objective).__name__} is not known to be an evidence lower bound"
+    bases = [base for base in (TighterELBO, VariationalELBO) if isinstance(objective, base)]
+    methods = ("forward", "_log_likelihood_term")
+    if any(getattr(type(objective), name) is not getattr(base, name) for base in bases[:1] for name in methods):
+        return f"{type(objective).__name__} changes the bound, and q(u) would be moved to the optimum of another"
     if is_sampled(likelihood) and not isinstance(objective, TighterELBO):
         return f"{type(objective).__name__} samples {type(likelihood).__name__}, whose slopes are then no curvature"
     return ""
@@ -68,6 +73,7 @@ class NaturalStep:
     :param schedule: Factor on the learning rates as a function of the fraction done; default the recipe's own.
     :param batch_size: Points per step, over all processes.
     :param other_lr: Learning rate of parameters that are none of a GP: a network's weights, tables of latents.
+    :param compile: Whether steps are compiled.
     """
 
     name = "natural"
@@ -79,10 +85,12 @@ class NaturalStep:
         schedule: Callable[[float], float] | None,
         batch_size: int,
         other_lr: float,
+        compile: bool = False,
     ) -> None:
         self.problem, self.recipe, self.schedule = problem, recipe, schedule
         self.batch_size, self.other_lr = batch_size, other_lr
-        self.kinds = _kinds(problem)
+        self.kinds, self.attempts = _kinds(problem), Attempts(problem)
+        self.compiled = CompiledNaturalStep(problem.objective, self._natural()) if compile else None
 
     def init(self) -> NaturalState | None:
         """None: which gradients are sparse, and the spread of the inputs, are known after the first batch."""
@@ -98,7 +106,7 @@ class NaturalStep:
         def gradients(batch: Batch) -> tuple[Tensor | None, Exception | None]:
             return self._gradients(natural, rest, batch, call, size)
 
-        loss, largest, error = joined_gradients(rest, gradients, batch)
+        loss, largest, error = self.attempts(rest, gradients, batch, call.number, natural.undo)
         if error is not None:
             natural.undo()
             return state, Info(math.nan, error)
@@ -115,6 +123,10 @@ class NaturalStep:
         self, natural: NaturalGradients, rest: dict[str, Tensor], batch: Batch, call: Call, size: float
     ) -> tuple[Tensor | None, Exception | None]:
         """Move q(u); the weighted loss at the new one, with gradients of the rest in ``.grad``."""
+        if self.compiled is not None and is_full(batch, self.batch_size):
+            loss = self._compiled_loss(self.compiled, natural, batch, call, size)
+            if loss is not None:
+                return loss, None
         problem, agreed = self.problem, _Agreement(problem_device=self.problem.device)
         natural.forget()
         natural.reduce = agreed.sum if distributed.is_active() else None
@@ -135,6 +147,21 @@ class NaturalStep:
         for parameter, gradient in zip(rest.values(), gradients, strict=True):
             parameter.grad = gradient
         return loss.detach().sum(), None
+
+    def _compiled_loss(
+        self, compiled: CompiledNaturalStep, natural: NaturalGradients, batch: Batch, call: Call, size: float
+    ) -> Tensor | None:
+        """The same by a compiled graph; None where that failed."""
+        assert batch.x is not None
+        natural.forget()
+        compiled.natural, compiled.size = natural, size
+        self.problem.seed_step(call.number)
+        loss = compiled(batch.x, batch.y, **self.problem.positions(batch), **batch.kwargs).sum()
+        if compiled.is_compiled and passed(torch.isfinite(loss)):
+            return loss
+        natural.undo()
+        self.problem.objective.zero_grad(set_to_none=True)
+        return None
 
     def _natural(self) -> NaturalGradients:
         objective = self.problem.objective
@@ -231,7 +258,8 @@ def _kinds(problem: Problem) -> dict[str, str]:
         for module in root.modules():
             if isinstance(module, TighterStrategy):
                 for distribution in module.distributions:
-                    if has_natural_step(distribution):
+                    # One that is frozen in part has no natural step: Adam trains the rest of it.
+                    if has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters()):
                         kinds |= {id(p): "q" for p in distribution.parameters()}
             if isinstance(module, Kernel | Mean | Likelihood | Conditional):
                 for parameter in module.parameters():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..checks import NUMERICAL_ERRORS
+from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
@@ -142,7 +143,8 @@ def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Ba
     number = history.steps
     problem.seed_step(number)
     started = time.perf_counter()
-    state.guard, info = guard.step(state.guard, batch, number, plan.total)
+    with full_precision(problem.device.type):
+        state.guard, info = guard.step(state.guard, batch, number, plan.total)
     history.seconds += time.perf_counter() - started
     if info.skipped:
         history.skipped.append((number, info.skipped))

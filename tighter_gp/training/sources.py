@@ -12,6 +12,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from ..checks import check_device
 from ..collapsed import CollapsedGP
 from ..data import Rows, first_parameter
 from ..labels import check_labels
@@ -34,10 +35,7 @@ def reference(model: Any, likelihood: Any) -> Tensor:
             f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float()."
         )
     for parameter in likelihood.parameters():
-        if parameter.device != like.device:
-            raise ValueError(
-                f"The likelihood is on {parameter.device} and the model on {like.device}; move one to the other."
-            )
+        check_device(parameter, like.device, "The likelihood is")
     return like
 
 
@@ -77,7 +75,9 @@ def make_source(
                 "A DataLoader brings its own targets and batches: leave y out, pass no per-point arguments, and use "
                 "arrays for full-batch training."
             )
-        return LoaderBatches(x, seed, like, fixed, num_data, check_y)
+        indexed = [module for module in model.modules() if getattr(module, "needs_index", False)]
+        limits = [(module.num_data, f"{type(module).__name__}(num_data={module.num_data})") for module in indexed]
+        return LoaderBatches(x, seed, like, fixed, num_data, check_y, limits)
     if is_collapsed(model):
         x, y = _own_data(model, likelihood, x, y, like)
     if num_data is not None:

@@ -8,7 +8,8 @@ gradients, is another class with these five names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS
+from ..checks import NUMERICAL_ERRORS, deferred_checks, passed
 from ..compiled import CompiledStep
 from . import distributed
 from .batches import Batch
@@ -26,6 +27,9 @@ from .problem import Problem
 
 # L-BFGS has converged after this many iterations in a row that change the loss by less than this fraction.
 _QUIET_ITERATIONS, _QUIET = 3, 1e-9
+
+# After a step that had to be repeated this many are checked on their way.
+_CHECKED_STEPS = 20
 
 
 class Call(NamedTuple):
@@ -107,14 +111,22 @@ def eager_gradients(problem: Problem) -> Gradients:
     return compute
 
 
-def compiled_gradients(problem: Problem) -> Gradients:
-    """The same by a compiled graph; a step that fails in it is tried again eagerly."""
+def is_full(batch: Batch, batch_size: int) -> bool:
+    """Whether a batch has the size of most, for which a graph is made; the last of an epoch may have fewer points."""
+    assert batch.x is not None
+    return round(batch.x.size(-2) / batch.weight) >= batch_size
+
+
+def compiled_gradients(problem: Problem, batch_size: int) -> Gradients:
+    """The same by a compiled graph; a step that fails in it, and the short last batch of an epoch, are taken eagerly."""
     compiled, eager = CompiledStep(problem.objective), eager_gradients(problem)
 
     def compute(batch: Batch) -> tuple[Tensor | None, Exception | None]:
         assert batch.x is not None
+        if not is_full(batch, batch_size):
+            return eager(batch)
         loss = compiled(batch.x, batch.y, **problem.positions(batch), **batch.kwargs).sum()
-        if not bool(torch.isfinite(loss)):
+        if not passed(torch.isfinite(loss)):
             problem.objective.zero_grad(set_to_none=True)
             return eager(batch)
         for parameter in problem.parameters.values():
@@ -125,12 +137,78 @@ def compiled_gradients(problem: Problem) -> Gradients:
     return compute
 
 
-def joined_gradients(
-    parameters: Mapping[str, Tensor], gradients: Gradients, batch: Batch
-) -> tuple[float, dict[str, float], Exception | None]:
+class Joined(NamedTuple):
+    """Loss and gradients of a batch, which are in ``.grad``.
+
+    :param loss: The loss over all processes.
+    :param largest: The largest entry of each gradient, by name.
+    :param error: What went wrong; there are no gradients then.
+    """
+
+    loss: float
+    largest: dict[str, float]
+    error: Exception | None
+
+
+class Attempts:
+    """Gradients of a batch, with one look at the device where that will do.
+
+    On an accelerator a step is first taken unseen: what it would look at on its way becomes a flag, and all flags are read
+    together with the loss. Where one fails, the step is repeated with its checks, which take a wider precision or a smaller
+    step, or say what is wrong. The numbers are the same either way, to rounding. Several processes, who must agree, always check.
+
+    :param problem: What is trained.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.num_checked = problem, 0
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Gradients,
+        batch: Batch,
+        number: int,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Joined:
+        """Compute them.
+
+        :param parameters: What they are wanted for.
+        :param gradients: Leaves them in ``.grad``.
+        :param batch: The batch.
+        :param number: Of the step, whose random numbers are drawn again.
+        :param undo: Takes back what else an attempt has changed.
+        """
+        if self.problem.device.type == "cpu" or distributed.is_active() or self.num_checked:
+            self.num_checked = max(0, self.num_checked - 1)
+            return _joined_gradients(parameters, gradients, batch)
+        with suppress(ValueError), deferred_checks(asks_precision=True) as flags, unvalidated_distributions():
+            found = _joined_gradients(parameters, gradients, batch, flags)
+            if found.error is None:
+                return found
+        undo()
+        self.num_checked = _CHECKED_STEPS
+        self.problem.seed_step(number)
+        return _joined_gradients(parameters, gradients, batch)
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """Torch's distributions do not look at their parameters for the length of the block."""
+    validates = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+def _joined_gradients(
+    parameters: Mapping[str, Tensor], gradients: Gradients, batch: Batch, flags: list[Tensor] | None = None
+) -> Joined:
     """The loss and gradients of a batch over all processes, in ``.grad``, which is empty if anything is not finite.
 
-    :return: The loss, the largest entry of each gradient by name, and what went wrong.
+    :param flags: Of checks that were deferred, which the computation adds to; None if none was.
     """
     values = list(parameters.values())
     for parameter in values:
@@ -138,27 +216,47 @@ def joined_gradients(
     loss, error = gradients(batch)
     joined, num_failed = distributed.sum_gradients(values, loss)
     for parameter in values:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # once, for all that ask for its rows
-    value, largest = (math.nan, {}) if joined is None else _read(joined, parameters)
-    if all(map(math.isfinite, (value, *largest.values()))):
-        return value, largest, None
+        if parameter.grad is not None and parameter.grad.is_sparse:  # once, for all that ask for its rows
+            known = None if flags is None or batch.rows is None else joined_rows(parameter.grad, batch.rows, flags)
+            parameter.grad = parameter.grad.coalesce() if known is None else known
+    value, largest, ok = (math.nan, {}, False) if joined is None else _read(joined, parameters, flags or ())
+    if ok and all(map(math.isfinite, (value, *largest.values()))):
+        return Joined(value, largest, None)
     for parameter in values:
         parameter.grad = None
     if num_failed:
         error = error or NanError(f"{num_failed} of {distributed.world_size()} processes failed")
-    return value, {}, error or NanError(f"the loss is {value} or its gradient is not finite.")
+    return Joined(value, {}, error or NanError(f"the loss is {value} or its gradient is not finite."))
 
 
-def _read(loss: Tensor, parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
-    """The loss, and the largest entry of every gradient: one read from the device."""
+def joined_rows(grad: Tensor, rows: Tensor, flags: list[Tensor]) -> Tensor | None:
+    """A sparse gradient whose rows are those of the batch, each once, which nobody has to wait for; None for another."""
+    if grad.sparse_dim() != 1 or grad._nnz() % len(rows):
+        return None
+    ordered = rows.sort().values
+    found = grad._indices()[0]
+    place = torch.searchsorted(ordered, found).clamp_max(len(rows) - 1)
+    values = grad._values()
+    counts = torch.zeros_like(ordered).index_add_(0, place, torch.ones_like(place))
+    flags.append((ordered[place] == found).all() & (counts > 0).all() & (ordered.diff() > 0).all())
+    sums = torch.zeros(len(rows), *values.shape[1:], dtype=values.dtype, device=values.device).index_add_(
+        0, place, values
+    )
+    return torch.sparse_coo_tensor(ordered.unsqueeze(0), sums, grad.shape, check_invariants=False, is_coalesced=True)
+
+
+def _read(
+    loss: Tensor, parameters: Mapping[str, Tensor], flags: Sequence[Tensor]
+) -> tuple[float, dict[str, float], bool]:
+    """The loss, the largest entry of every gradient, and whether all flags are True: one read from the device."""
     largest = {
         name: torch.linalg.vector_norm(grad.values() if grad.is_sparse else grad, math.inf).double()
         for name, grad in ((name, parameter.grad) for name, parameter in parameters.items())
         if grad is not None and grad.numel()
     }
-    value, *norms = torch.stack([loss.double(), *largest.values()]).tolist()
-    return value, dict(zip(largest, norms, strict=True))
+    read = torch.stack([loss.double(), *(flag.double() for flag in flags), *largest.values()]).tolist()
+    value, ok, norms = read[0], all(read[1 : 1 + len(flags)]), read[1 + len(flags) :]
+    return value, dict(zip(largest, norms, strict=True)), ok
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +270,7 @@ class AdamStep:
     :param problem: What is trained.
     :param schedule: Factor on the learning rate as a function of the fraction of the run that is done.
     :param make_optimizers: Makes them from the names of the parameters with sparse gradients.
-    :param compile: Whether steps are compiled.
+    :param compile: Size of the batches for which steps are compiled; None if they are not.
     """
 
     name = "adam"
@@ -182,10 +280,11 @@ class AdamStep:
         problem: Problem,
         schedule: Callable[[float], float],
         make_optimizers: Callable[[set[str]], Optimizers],
-        compile: bool = False,
+        compile: int | None = None,
     ) -> None:
         self.problem, self.schedule, self.make_optimizers = problem, schedule, make_optimizers
-        self.gradients = (compiled_gradients if compile else eager_gradients)(problem)
+        self.gradients = eager_gradients(problem) if compile is None else compiled_gradients(problem, compile)
+        self.attempts = Attempts(problem)
 
     def init(self) -> Optimizers | None:
         """None: which gradients are sparse is known after the first of them."""
@@ -194,7 +293,7 @@ class AdamStep:
     def step(self, state: Optimizers | None, batch: Batch, call: Call) -> tuple[Optimizers | None, Info]:
         """Take a step, unless the loss or a gradient is not finite."""
         parameters = self.problem.parameters
-        loss, largest, error = joined_gradients(parameters, self.gradients, batch)
+        loss, largest, error = self.attempts(parameters, self.gradients, batch, call.number)
         if error is not None:
             return state, Info(math.nan, error)
         if state is None:
