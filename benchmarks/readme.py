@@ -83,7 +83,7 @@ def versions(lines: list[dict[str, Any]]) -> str:
         found = [line["versions"][name] for name in header[1:5]]
         counts = ", ".join(f"{number} {word}" for word, number in line["counts"].items())
         lowest = " (the lowest versions allowed)" if line["which"] == "lowest" else ""
-        rows.append([line["python"], *found, f"{line['outcome']}: {counts}{lowest}"])
+        rows.append([line["python"], *found, f"{counts}{lowest}"])
     return report.table(header, rows) if rows else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -349,6 +350,18 @@ except ValueError:
     pass
 assert switches() == before
 """
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_one_switch_of_older_versions_is_turned_off_and_put_back(monkeypatch, allowed):
+    matmul = types.SimpleNamespace(allow_tf32=allowed)
+    backends = types.SimpleNamespace(cuda=types.SimpleNamespace(matmul=matmul))
+    monkeypatch.setattr(linalg, "torch", types.SimpleNamespace(backends=backends))
+    guard = linalg._Ieee()
+    guard.enter()
+    assert matmul.allow_tf32 is False
+    guard.leave()
+    assert matmul.allow_tf32 is allowed
 
 
 @pytest.mark.parametrize("switch", ["_older", "_newer", "_newest"])

@@ -104,31 +104,34 @@ class _Ieee:
 
     def __init__(self) -> None:
         self.lock, self.users = threading.Lock(), 0
-        self.before: list[tuple[Any, str]] = []
+        self.before: list[tuple[Any, str, Any, Any]] = []
 
     def enter(self) -> None:
         with self.lock:
             self.users += 1
             if self.users == 1:
                 self.before = _reduced()
-                for backend, _ in self.before:
-                    backend.fp32_precision = "ieee"
+                for backend, switch, exact, _ in self.before:
+                    setattr(backend, switch, exact)
 
     def leave(self) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                for backend, precision in self.before:
-                    backend.fp32_precision = precision
+                for backend, switch, _, before in self.before:
+                    setattr(backend, switch, before)
 
 
-def _reduced() -> list[tuple[Any, str]]:
-    """The backends whose float32 products are of reduced precision, and what to restore: "none" where inherited."""
+def _reduced() -> list[tuple[Any, str, Any, Any]]:
+    """Backends whose float32 products are of reduced precision: their switch, exact, and to restore ("none": inherited)."""
     settings: Any = torch.backends
+    if not hasattr(settings, "fp32_precision"):  # older versions of torch have one switch
+        matmul = settings.cuda.matmul
+        return [(matmul, "allow_tf32", False, True)] if matmul.allow_tf32 else []
     common = settings.fp32_precision
     backends = (settings.cuda.matmul, settings.mkldnn.matmul)
     return [
-        (backend, "none" if backend.fp32_precision == common else backend.fp32_precision)
+        (backend, "fp32_precision", "ieee", "none" if backend.fp32_precision == common else backend.fp32_precision)
         for backend in backends
         if backend.fp32_precision not in ("ieee", "none")
     ]
