@@ -85,4 +85,4 @@ def test_labels_that_are_true_or_false_train_as_zero_and_one(options):
         arguments = (labels,) if isinstance(labels, DataLoader) else (x, labels)
         losses.append(tighter_gp.fit(model, LOGIT(), *arguments, steps=2, batch_size=N, **options).loss)
     for loss in losses[1:]:
-        assert loss == pytest.approx(losses[0], rel=1e-5)  # q(u) starts with a little noise
+        assert loss == pytest.approx(losses[0], rel=1e-3)  # q(u) starts with a little noise

@@ -109,6 +109,8 @@ class Rows:
         return self._converted(values[(slice(None),) * self.dim + (rows,)])
 
     def _converted(self, values: Tensor) -> Tensor:
+        if values.dtype == torch.bool and self.name == "mask":
+            return values
         if values.dtype in (torch.uint8, torch.bool) and not self.is_input:
             return values.long()  # where 0 - 1 is not 255
         if isinstance(self.values, Tensor) and not self.is_input:
