@@ -11,6 +11,7 @@ from gpytorch.models.deep_gps import DeepGP
 from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
+from ..checks import check_device
 from ..data import Rows, input_rows, num_rows, reference
 from ..modes import chunks, temporary_mode
 from .distribution import PredictiveDistribution, check_arguments
@@ -58,6 +59,7 @@ def predict_y(
     """
     check_arguments(likelihood, kwargs)
     like = reference(model, likelihood)
+    check_device(likelihood, like.device, "The likelihood is")
     num_points = num_rows(x)
     for name, value in kwargs.items():
         shape = np.shape(value)
