@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gpytorch
@@ -80,18 +82,24 @@ def step_of(feature: str, device: str) -> Step:
     return step.to(device)
 
 
-def waits_of(feature: str, *, debug: bool, device: str = "dev:1") -> list[Wait]:
-    """What the host waits for in a step that is not the first."""
+@contextmanager
+def validated() -> Iterator[None]:
+    """Distributions look at their arguments, as they do by default: torch.compile turns that off for good."""
     validates = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile turns it off for good
+    torch.distributions.Distribution.set_default_validate_args(True)
     try:
-        with gpytorch.settings.debug(debug):
-            step = step_of(feature, device)
-            step.backward()
-            with waits() as found:
-                step.backward()
+        yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+def waits_of(feature: str, *, debug: bool, device: str = "dev:1") -> list[Wait]:
+    """What the host waits for in a step that is not the first."""
+    with validated(), gpytorch.settings.debug(debug):
+        step = step_of(feature, device)
+        step.backward()
+        with waits() as found:
+            step.backward()
     return found
 
 
@@ -109,7 +117,7 @@ def waits_of_compiled(feature: str, device: str = "dev:1") -> list[Wait]:
 def waits_of_fit(feature: str, natural: bool) -> list[Wait]:
     """The same for a step within an epoch of fit."""
     marks: list[int] = []
-    with waits() as found:
+    with validated(), waits() as found:
         mark = lambda step: marks.append(len(found))
         feature_run(feature, "dev:1", natural_gradients=None if natural else False, callbacks=[mark], steps=4)
     return found[marks[2] : marks[3]]

@@ -140,3 +140,64 @@ def test_a_learned_beta_starts_at_one_over_the_curvature():
     model.variational_strategy.conditional.beta = 3.0
     tighter_gp.fit(model, likelihood, x, labels, **options)
     assert seen[1] == pytest.approx(3.0, rel=1e-3)
+
+
+def test_two_sets_of_different_sizes_are_both_placed():
+    x, y = data()
+    model = GP(x[:M], solve_gp=True)
+    strategy = model.variational_strategy
+    strategy.inducing_points = torch.nn.Parameter(x[:3].clone())
+    strategy._variational_distribution = gpytorch.variational.CholeskyVariationalDistribution(3)
+    tighter_gp.initialize(model, gpytorch.likelihoods.GaussianLikelihood(), x, y)
+    expected = tighter_gp.inducing.kmeans(x, 3 + M, seed=0)
+    assert torch.equal(strategy.inducing_points, expected[:3])
+    assert torch.equal(strategy.orthogonal_points, expected[3:])
+
+
+def test_more_points_than_rows_stay_where_they_are():
+    x, y = data()
+    model = GP(x[:M])
+    tighter_gp.initialize(model, gpytorch.likelihoods.GaussianLikelihood(), x[: M - 2], y[: M - 2])
+    assert torch.equal(model.variational_strategy.inducing_points, x[:M])
+
+
+def test_where_everything_is_frozen_q_alone_is_set():
+    x, y = data()
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    strategy = model.variational_strategy
+    for module in (model.covar_module, model.mean_module, likelihood):
+        module.requires_grad_(False)
+    strategy.inducing_points.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items() if "variational" not in name}
+    tighter_gp.initialize(model, likelihood, x, y)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    expected = GP(x[:M])
+    tighter_gp.set_optimal_q(expected, likelihood, x, y)
+    value = lambda model: tighter_gp.evaluate_bound(model, likelihood, x, y)
+    torch.testing.assert_close(value(model), value(expected))
+
+
+def test_hyperparameters_that_fail_on_the_way_stay_as_they_were(monkeypatch, caplog):
+    x, y = data()
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+
+    def fail(self):
+        raise FloatingPointError("not a number")
+
+    monkeypatch.setattr("tighter_gp.training.lbfgs.FullBatchLBFGS.step", fail)
+    noise, outputscale = likelihood.noise.item(), model.covar_module.outputscale.item()
+    tighter_gp.initialize(model, likelihood, x, y)
+    assert "the hyperparameters stay as they were: not a number" in caplog.text
+    assert (likelihood.noise.item(), model.covar_module.outputscale.item()) == (noise, outputscale)
+    assert model.mean_module.constant.item() == pytest.approx(y.mean().item())
+
+
+def test_a_beta_that_is_frozen_or_one_of_several_stays():
+    x, y = data()
+    labels = (y > 5).double()
+    model = GP(x[:M], conditional="beta")
+    model.variational_strategy.conditional.raw_beta.requires_grad_(False)
+    before = model.variational_strategy.conditional.beta.item()
+    tighter_gp.fit(model, BernoulliLogitLikelihood(), x, labels, steps=1, batch_size=None)
+    assert model.variational_strategy.conditional.beta.item() == before
