@@ -22,7 +22,7 @@ types: $(STAMP)
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
-# The same, with the lines and branches that no test reaches; half as long again. At least 98 per cent must be reached.
+# The same, with the lines and branches that no test reaches, which takes longer. At least 98 per cent must be reached.
 coverage: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term:skip-covered
 
