@@ -20,6 +20,7 @@ from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskVariationalGP
 from botorch.models.utils.inducing_point_allocators import GreedyVarianceReduction
 from botorch.optim import optimize_acqf
+from botorch.sampling.pathwise import draw_matheron_paths
 from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import VariationalStrategy
 
@@ -165,6 +166,21 @@ axes[0].legend(loc="lower left", fontsize="small", frameon=True, facecolor="ligh
 plt.show()
 
 # %% [markdown]
+# ## Thompson sampling
+#
+# `draw_matheron_paths` draws whole functions from q(f), with every strategy of this package. Each is a function of its own:
+# where it is largest is a proposal, and several draws are a batch of proposals that need no acquisition function.
+
+# %%
+torch.manual_seed(0)
+num_paths = 2 if QUICK else 8
+with torch.no_grad():
+    values = draw_matheron_paths(models["T-SVGP"], sample_shape=torch.Size([num_paths]))(grid)
+proposals = grid[values.reshape(num_paths, -1).argmax(-1)]
+for proposal, value in zip(proposals.tolist(), hills(proposals).tolist(), strict=True):
+    print(f"a draw is largest at ({proposal[0]:.2f}, {proposal[1]:.2f}), where the function is {value:.4f}")
+
+# %% [markdown]
 # ## A short optimisation
 #
 # Start from fewer evaluations and add one point at a time. After each, the recommendation is the evaluated point with the
@@ -208,7 +224,7 @@ plt.show()
 #
 # ## Variations
 #
-# *Several outputs* need nothing else. *Other likelihoods* need another conditional, bound to the strategy with
+# *Several outputs* need nothing else. *Another conditional* for other likelihoods is bound to the strategy with
 # `functools.partial`. *Allocators* of BoTorch work in `tighter_gp.inducing.allocate`.
 
 # %%
