@@ -31,9 +31,8 @@ from shared import BLUE, DATA, QUICK, VERMILION, device
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 warnings.filterwarnings("ignore", category=OptimizationWarning)  # L-BFGS stops at the iterations we allow it
-warnings.filterwarnings(
-    "ignore", category=InputDataWarning
-)  # targets are standardised once, with the first evaluations
+# Targets are standardised once, with the first evaluations.
+warnings.filterwarnings("ignore", category=InputDataWarning)
 
 # %% [markdown]
 # ## A test function
