@@ -171,10 +171,9 @@ def load(args: argparse.Namespace, dataset: str, split: int, seed: int) -> Split
 def execute(run: dict[str, Any], data: Split, checkpoint: Path, resume: bool) -> dict[str, Any]:
     """Train one method from the common start; returns its bound per point, noise and test errors."""
     method, config, seed = run["method"], run["config"], run["seed"]
-    points = data.train_x[:1] if method == "exact" else None
-    if points is None:
+    points, blocks = data.train_x[:1], None  # the exact GP has no inducing points
+    if method != "exact":
         points = tighter_gp.inducing.kmeans(data.train_x, run["num_inducing"], seed=seed)
-    blocks = None
     if method == "block":
         blocks = tighter_gp.blocks.partition(data.train_x, config["num_blocks"], seed=seed)
     model = Collapsed(data, points, METHODS[method], blocks)

@@ -192,9 +192,8 @@ def _derive(
             -slope,
             (misfit * precision).to(prior.mean.dtype),
         ]
-        if rows.stop == len(
-            y
-        ):  # last: what K_ZZ and K_ZX give cancels, in their precision and not in that of the leaves
+        if rows.stop == len(y):
+            # With the last chunk: what K_ZZ and K_ZX give cancels, in their precision and not in that of the leaves.
             outputs.append(prior.inducing_covar)
             cotangents.append(factor_gradient(projector.factor, outer).to(prior.inducing_covar.dtype))
         _add_gradients(sums, outputs, cotangents, leaves)

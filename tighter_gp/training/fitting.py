@@ -147,7 +147,7 @@ def fit(
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
         seconds to minutes at the start. The short last batch of an epoch is taken eagerly, and so is a step that fails.
-        ``"auto"``: if the run is long enough for it to pay, by a rule of sizes and steps alone; the log says so.
+        ``"auto"``: if the run is long enough for it to pay, by a rule of model and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
@@ -223,7 +223,7 @@ def fit(
         problem = Problem(model, likelihood, mll, source.num_data, seed)
         batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
         if compile == "auto":
-            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, batch, steps)
+            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, steps)
         step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, bool(compile), batch)
         plan = Plan(
             total=steps,
@@ -289,8 +289,8 @@ def _make_step(
     return AdamStep(problem, factor, make_optimizers, batch_size if compile else None), settings
 
 
-def compile_pays(problem: Problem, batch_size: int, steps: int) -> bool:
-    """Whether a run is long enough for compiled steps, from sizes and the number of its steps alone.
+def compile_pays(problem: Problem, steps: int) -> bool:
+    """Whether a run is long enough for compiled steps, from the kind of model and the number of its steps alone.
 
     So every process decides alike, and a run that is resumed as the one that was not interrupted.
     """
