@@ -24,6 +24,7 @@ __all__ = [
     "num_rows",
     "reference",
     "row_dim",
+    "signed",
 ]
 
 # How many values of an array its fingerprint looks at.
@@ -111,8 +112,7 @@ class Rows:
     def _converted(self, values: Tensor) -> Tensor:
         if values.dtype == torch.bool and self.name == "mask":
             return values
-        if values.dtype in (torch.uint8, torch.bool) and not self.is_input:
-            return values.long()  # where 0 - 1 is not 255
+        values = values if self.is_input else signed(values)
         if isinstance(self.values, Tensor) and not self.is_input:
             return values  # a user's tensor of targets is taken as it is
         return values.to(self.like.dtype) if self.is_input or values.is_floating_point() else values
@@ -171,6 +171,16 @@ def check_kind(name: str, value: Any) -> None:
             f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
             "points is the likelihood's own: likelihood.noise = value."
         )
+
+
+def signed(values: Tensor) -> Tensor:
+    """Bytes and truth values as integers, where 0 - 1 is not 255; others as they are.
+
+    Example:
+        >>> tighter_gp.data.signed(torch.tensor([True, False])) - 1
+        tensor([ 0, -1])
+    """
+    return values.long() if values.dtype in (torch.uint8, torch.bool) else values
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:

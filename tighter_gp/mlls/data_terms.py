@@ -16,6 +16,7 @@ from torch import Tensor
 from ..carrier import Carrier, iter_carriers
 from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
+from ..data import signed
 from ..labels import check_labels
 from ..likelihoods.properties import (
     correlates_tasks,
@@ -94,8 +95,7 @@ def carried_terms(
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
-    if target.dtype in (torch.uint8, torch.bool):
-        target = target.long()  # where 0 - 1 is not 255
+    target = signed(target)
     if mask is not None:
         target = filled(target, mask)
     gaussian = is_gaussian(likelihood)

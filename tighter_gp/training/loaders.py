@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
-from ..data import move
+from ..data import move, signed
 from . import distributed
 from .batches import Batch, BatchSource
 from .randomness import own_random_state, seed_generators, seed_of
@@ -98,7 +98,7 @@ class LoaderBatches(BatchSource):
             self.check_y(y)
         for size, owner in self.limits if index else ():
             check_range(index[0], size, owner)
-        x, y = x.unsqueeze(-1) if x.dim() == 1 else x, y.long() if y.dtype in (torch.uint8, torch.bool) else y
+        x, y = x.unsqueeze(-1) if x.dim() == 1 else x, signed(y)
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
         x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
         weight = len(x) / distributed.total(len(x), self.like.device)
