@@ -23,6 +23,7 @@ EXPERIMENTS = (
     "blocks",
     "speed",
     "quality",
+    "recipes",
     "report",
     "readme",
 )

@@ -71,7 +71,7 @@ LABELS = {
     "tv-bgplvm": "TV-BGPLVM",
 }
 # Experiments that make tables and figures of their own.
-OTHERS = ("demo", "quality", "speed", "versions")
+OTHERS = ("demo", "quality", "recipes", "speed", "versions")
 TITLES = {
     "snelson": "One-dimensional regression",
     "prediction": "Last term of the predictive variance",
