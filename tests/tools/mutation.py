@@ -17,11 +17,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +40,8 @@ TARGETS = {
     "maths/linalg.py": ("maths/test_linalg", "maths/test_moments", "test_golden", "training/test_survival"),
     "maths/solve_gp.py": ("maths/test_solve_gp", "strategies/test_solve_gp_variational_strategy", "test_full_data"),
     "maths/collapsed.py": ("maths/test_bounds", "collapsed/test_collapsed_gp", "test_golden", "gplvm/test_collapsed"),
+    "maths/natural.py": ("training/test_natural", "training/test_natural_gradients"),
+    "likelihoods/slopes.py": ("test_slopes", "conditionals/test_optimal", "training/test_natural"),
     "prior/kernels.py": ("prior/test_kernels", "prior/test_precision", "test_golden"),
     "prior/precision.py": ("prior/test_precision", "prior/test_kernels", "training/test_survival"),
     "prior/projector.py": ("test_posterior", "prior/test_precision", *_STRATEGIES, "training/test_survival"),
@@ -114,6 +117,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 DROPPED_CALLS = {"square", "sqrt", "reciprocal", "clamp_min", "detach", "sum", "tril", "log1p", "log"}
 DROPPED_ATTRIBUTES = {"mT"}
+
+# What it takes to start pytest, and to import all it needs, on a busy machine.
+_START_SECONDS = 30.0
 
 
 class Mutant(NamedTuple):
@@ -206,27 +212,53 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-def outcome(mutant: Mutant, seconds: float | None = None) -> str:
-    """``"survived"`` if every test passes with the mutant in place, else ``"killed"`` or ``"timed out"``."""
+@contextmanager
+def copied_repository(mutant: Mutant | None = None) -> Iterator[Path]:
+    """A copy of what tests need, with a mutant in place."""
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder)
         for name in ("tighter_gp", "tests", "benchmarks"):
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / name, copied / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", copied)
-        (copied / "tighter_gp" / mutant.file).write_text(mutant.source, encoding="utf-8")
-        tests = [f"tests/{name}.py" for name in TARGETS[mutant.file]]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
-        environment = {**os.environ, "PYTHONPATH": str(copied), "OMP_NUM_THREADS": "1"}
+        if mutant is not None:
+            (copied / "tighter_gp" / mutant.file).write_text(mutant.source, encoding="utf-8")
+        yield copied
+
+
+def run_tests(copied: Path, names: Sequence[str], *options: str, seconds: float | None = None) -> bool:
+    """Whether all tests of some files pass; ``subprocess.TimeoutExpired`` if they take longer than that."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *options]
+    command += [f"tests/{name}.py" for name in names]
+    environment = {**os.environ, "PYTHONPATH": str(copied), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=copied, env=environment, capture_output=True, timeout=seconds, check=False)
+    if done.returncode not in (0, 1, 2):
+        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout.decode()[-500:]}")
+    return done.returncode == 0
+
+
+def seconds_without(workers: int) -> dict[str, float]:
+    """How long the tests of each file take with nothing broken; they must pass."""
+    names = list(dict.fromkeys(name for tests in TARGETS.values() for name in tests))
+    with copied_repository() as copied:
+        report = copied / "report.xml"
+        if not run_tests(copied, names, f"--junitxml={report}", f"--numprocesses={workers}"):
+            raise RuntimeError("The tests fail without a mutant.")
+        found: dict[str, float] = dict.fromkeys(names, 0.0)
+        for case in ElementTree.parse(report).iter("testcase"):
+            place = case.attrib["classname"].removeprefix("tests.").replace(".", "/")
+            name = next(name for name in names if place == name or place.startswith(f"{name}/"))
+            found[name] += float(case.attrib["time"])
+    return found
+
+
+def outcome(mutant: Mutant, seconds: float) -> str:
+    """``"survived"`` if every test passes with the mutant in place, else ``"killed"`` or ``"timed out"``."""
+    with copied_repository(mutant) as copied:
         try:
-            done = subprocess.run(
-                command, cwd=copied, env=environment, capture_output=True, timeout=seconds, check=False
-            )
+            return "survived" if run_tests(copied, TARGETS[mutant.file], seconds=seconds) else "killed"
         except subprocess.TimeoutExpired:
             return "timed out"
-        if done.returncode not in (0, 1, 2):
-            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout.decode()[-500:]}")
-        return "survived" if done.returncode == 0 else "killed"
 
 
 def main() -> int:
@@ -239,20 +271,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for one JSON line per mutant, as they are done")
     args = parser.parse_args()
     chosen = draw(args.count, args.seed)
-    limits: dict[str, float] = {}
-
-    def time_without(file: str) -> None:
-        source, started = (ROOT / "tighter_gp" / file).read_text(encoding="utf-8"), time.monotonic()
-        if outcome(Mutant(file, 0, "", "", "", source)) != "survived":
-            raise RuntimeError(f"The tests of {file} fail without a mutant.")
-        limits[file] = args.patience * (time.monotonic() - started)
+    seconds = seconds_without(args.workers)
 
     def attempt(mutant: Mutant) -> tuple[Mutant, str]:
-        return mutant, outcome(mutant, limits[mutant.file])
+        limit = args.patience * (_START_SECONDS + sum(seconds[name] for name in TARGETS[mutant.file]))
+        return mutant, outcome(mutant, limit)
 
     ends: dict[str, list[Mutant]] = {"killed": [], "timed out": [], "equivalent": [], "survived": []}
     with ThreadPoolExecutor(args.workers) as pool:
-        list(pool.map(time_without, TARGETS))
         for mutant, end in pool.map(attempt, chosen):
             if end == "survived" and (mutant.file, *mutant[2:5]) in EQUIVALENT:
                 end = "equivalent"

@@ -17,6 +17,7 @@ from tests.tools.factories import GP, make_gp, make_kernel, make_noise
 from tests.tools.support import Q_FORMS, randomize_q
 from tighter_gp.maths import natural as closed_form
 from tighter_gp.training import NaturalGradient, NaturalGradients, natural_forms
+from tighter_gp.training.natural_entries import Entry
 
 FULL = ["cholesky", "natural", "tril_natural"]
 
@@ -95,7 +96,7 @@ def test_init_reads_and_write_restores_every_form(form, batch):
     torch.testing.assert_close(q.linear, (precision @ before[0].unsqueeze(-1)).squeeze(-1))
     for parameter in distribution.parameters():
         parameter.data.fill_(0.7)
-    assert bool(natural_forms.write_distribution(distribution, q))
+    assert bool(Entry(distribution).write(q))
     for known, now in zip(before, moments_of(distribution), strict=True):
         torch.testing.assert_close(now, known)
 
@@ -125,7 +126,7 @@ def test_one_step_is_that_of_gpytorch_on_its_natural_form(name, form):
     ours = model_of(p, form, conditional=conditional)
     distribution = ours.variational_strategy._variational_distribution
     h, precision = natural_of(*start)
-    assert bool(natural_forms.write_distribution(distribution, closed_form.NaturalParameters(precision, h)))
+    assert bool(Entry(distribution).write(closed_form.NaturalParameters(precision, h)))
     ours.variational_strategy.variational_params_initialized.fill_(1)
     mll = tighter_gp.TighterELBO(likelihood, ours, n)
     assert take(NaturalGradients(ours, n), mll, p.x[rows], y[rows], rho) == rho
@@ -225,19 +226,53 @@ def solve_gp(p, forms=("cholesky", "cholesky")):
     return model
 
 
-def test_solve_gp_reaches_its_joint_optimum():
-    p = dense.problem(seed=4)
-    model, likelihood, n = solve_gp(p), make_noise(p.noise[0]), len(p.y)
-    mll = tighter_gp.TighterELBO(likelihood, model, n)
-    natural = NaturalGradients(model, n)
-    for _ in range(400):
-        take(natural, mll, p.x, p.y, 0.9)
+def solve_gp_bound(p):
+    """The collapsed bound of tighter SOLVE-GP, by dense algebra."""
     a = torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ p.Kuf
     gram = a @ a.T / p.noise[0]
     blocks = [torch.linalg.slogdet(torch.eye(k) + gram[i:j, i:j]).logabsdet for k, i, j in ((3, 0, 3), (2, 3, 5))]
     joint = torch.linalg.slogdet(torch.eye(5) + gram).logabsdet
-    expected = dense.f4(p) + 0.5 * joint - 0.5 * sum(blocks)
-    torch.testing.assert_close(n * mll(model(p.x), p.y), expected, rtol=1e-7, atol=0)
+    return dense.f4(p) + 0.5 * joint - 0.5 * sum(blocks)
+
+
+@pytest.mark.parametrize("forms", [("cholesky", "cholesky"), ("natural", "tril_natural")])
+def test_solve_gp_reaches_its_joint_optimum_in_one_full_step(forms):
+    p = dense.problem(seed=4)
+    model, likelihood, n = solve_gp(p, forms), make_noise(p.noise[0]), len(p.y)
+    mll = tighter_gp.TighterELBO(likelihood, model, n)
+    assert take(NaturalGradients(model, n), mll, p.x, p.y, 1.0) == 1.0
+    torch.testing.assert_close(n * mll(model(p.x), p.y), solve_gp_bound(p), rtol=1e-8, atol=0)
+
+
+def test_solve_gp_with_a_mean_field_part_still_converges():
+    p = dense.problem(seed=4)
+    model, n = solve_gp(p, ("mean_field", "cholesky")), len(p.y)
+    mll = tighter_gp.TighterELBO(make_noise(p.noise[0]), model, n)
+    natural = NaturalGradients(model, n)
+    for _ in range(400):
+        take(natural, mll, p.x, p.y, 0.9)
+    gradients = torch.autograd.grad(mll(model(p.x), p.y), natural.parameters)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_solve_gp_converges_for_other_likelihoods(name):
+    p = dense.problem(seed=2)
+    likelihood, y, conditional = targets_of(p, name)
+    q = [Q_FORMS["cholesky"](size) for size in (3, 2)]
+    make = lambda owner: tighter_gp.SolveGPVariationalStrategy(
+        owner, p.z[:3], p.z[3:], *q, jitter_val=1e-10, conditional=conditional
+    )
+    model = GP(make, make_kernel(p.kernel, p.variance, p.lengthscales))
+    model(p.x)
+    mll = tighter_gp.TighterELBO(likelihood, model, len(y))
+    natural = NaturalGradients(model, len(y))
+    for _ in range(100):
+        take(natural, mll, p.x, y, 0.5)
+    gradients = torch.autograd.grad(mll(model(p.x), y), natural.parameters)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-8)
 
 
 def test_solve_gp_takes_the_same_step_with_and_without_a_first_pass():
@@ -664,9 +699,7 @@ def test_the_optimizer_takes_the_steps_of_ngd_on_a_stock_strategy(named, steps):
         model = StockGP(p, Q_FORMS[form](5))
         model.train()
         distribution = model.variational_strategy._variational_distribution
-        natural_forms.write_distribution(
-            distribution, closed_form.NaturalParameters(2 * torch.eye(5), torch.arange(5.0))
-        )
+        Entry(distribution).write(closed_form.NaturalParameters(2 * torch.eye(5), torch.arange(5.0)))
         model.variational_strategy.variational_params_initialized.fill_(1)
         mll = gpytorch.mlls.VariationalELBO(make_noise(p.noise[0]), model, n)
         if form == "natural":

@@ -16,12 +16,12 @@ here. :math:`\rho` is the fraction of the way to the optimum of the batch, whate
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from gpytorch.variational import LMCVariationalStrategy
+from gpytorch.variational import LMCVariationalStrategy, MeanFieldVariationalDistribution
 from torch import Tensor
 
 from ..checks import passed
@@ -30,7 +30,7 @@ from ..maths.linalg import full_precision
 from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
 from ..recording import Before, Record, recorded_projections
 from .natural_entries import Entry
-from .natural_forms import has_natural_step, mean_of, vector_and_matrix, write_distribution
+from .natural_forms import has_natural_step
 
 __all__ = ["GaussianTargets", "NaturalGradients"]
 
@@ -64,10 +64,36 @@ class GaussianTargets(NamedTuple):
     noise: Tensor
 
 
-def _num_coupled(model: torch.nn.Module, strategies: Sequence[Any]) -> int:
-    """How many distributions explain the same observations together."""
+class Group(NamedTuple):
+    """Distributions of a strategy that move together.
+
+    :param entry: Their natural parameters; None if they are not moved: point masses, and what is not trained.
+    :param distributions: The distributions.
+    """
+
+    entry: Entry | None
+    distributions: tuple[Any, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of the projection are theirs."""
+        return sum(distribution.num_inducing_points for distribution in self.distributions)
+
+
+def _groups(strategy: Any) -> list[Group]:
+    """All distributions of a strategy as one group if each has a full covariance, else one group each."""
+    moves = [has_natural_step(d) and all(p.requires_grad for p in d.parameters()) for d in strategy.distributions]
+    if all(moves) and not any(isinstance(d, MeanFieldVariationalDistribution) for d in strategy.distributions):
+        return [Group(Entry(*strategy.distributions), tuple(strategy.distributions))]
+    return [
+        Group(Entry(d) if is_moved else None, (d,)) for d, is_moved in zip(strategy.distributions, moves, strict=True)
+    ]
+
+
+def _num_coupled(model: torch.nn.Module, groups: Iterable[Sequence[Group]]) -> int:
+    """How many groups explain the same observations together."""
     latents = [module.num_latents for module in model.modules() if isinstance(module, LMCVariationalStrategy)]
-    return max([1, *(len(strategy.distributions) for strategy in strategies)]) * max([1, *latents])
+    return max([1, *map(len, groups)]) * max([1, *latents])
 
 
 class NaturalGradients:
@@ -81,8 +107,9 @@ class NaturalGradients:
     The natural parameters are kept here in float64, the model's own parameters stay those of its distribution, in any
     dtype. A :math:`\lambda_n` below 0, as a likelihood that is not log-concave has them, counts as 0.
 
-    Where :math:`K` distributions share the data, q(u) and q(v) of SOLVE-GP or the latent functions of an LMC, their means
-    are moved by at most :math:`1/K`, since each takes the others for fixed. The mean of a mean-field q is moved by at most
+    q(u) and q(v) of SOLVE-GP are moved together, see :class:`~tighter_gp.training.natural_entries.Entry`. Where :math:`K`
+    distributions share the data otherwise, such as the latent functions of an LMC, their means are moved by at most
+    :math:`1/K`, since each takes the others for fixed. The mean of a mean-field q is moved by at most
     :math:`1/\kappa`, with :math:`\kappa` the largest eigenvalue of the curvature scaled by its diagonal, from power
     iterations: a larger step can diverge. Where the slopes depend on q(u), a step of the mean after which the batch's loss
     is much worse is taken back and a smaller one tried.
@@ -104,24 +131,15 @@ class NaturalGradients:
     def __init__(self, model: torch.nn.Module, num_data: int, beta: float = 1.0, reduce: Reduce | None = None) -> None:
         self.num_data, self.beta, self.reduce = num_data, beta, reduce
         self.strategies: list[Any] = [module for module in model.modules() if hasattr(module, "distributions")]
-        self._entries = {
-            id(distribution): Entry(distribution)
-            for strategy in self.strategies
-            for distribution in strategy.distributions
-            if has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters())
-        }
-        self._coupled = _num_coupled(model, self.strategies)
+        self._groups = {id(strategy): _groups(strategy) for strategy in self.strategies}
+        self.entries = [group.entry for groups in self._groups.values() for group in groups if group.entry is not None]
+        self._coupled = _num_coupled(model, self._groups.values())
         self._pending: list[tuple[Entry, Tensor, Tensor, Tensor]] = []
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Each distribution with its natural parameters."""
-        return list(self._entries.values())
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of q(u), which a step moves."""
-        return [p for entry in self._entries.values() for p in entry.distribution.parameters()]
+        return [p for entry in self.entries for d in entry.distributions for p in d.parameters()]
 
     def train_step(
         self,
@@ -219,7 +237,11 @@ class NaturalGradients:
         :param parameters: The parameters that another optimizer trains.
         :param weight: Share of this process in the batch.
         """
-        used = [record for record in records if any(id(d) in self._entries for d in record.strategy.distributions)]
+        used = [
+            record
+            for record in records
+            if any(group.entry is not None for group in self._groups.get(id(record.strategy), ()))
+        ]
         moments = [moment for record in used for moment in (record.mean, record.explained)]
         found = torch.autograd.grad(loss.sum(), [*parameters, *moments], allow_unused=True)
         gradients: list[Tensor | None] = list(found[: len(parameters)])
@@ -239,27 +261,24 @@ class NaturalGradients:
     ) -> None:
         """Slopes under Gaussian noise: nothing but q(u)'s mean is needed for them."""
         mean, start = prior_mean, 0
-        for distribution in strategy.distributions:
-            entry, rows = self._entries.get(id(distribution)), distribution.num_inducing_points
-            # A point mass, or one that is not trained, has no entry.
-            part = distribution().mean if entry is None else mean_of(distribution, entry.current())
-            rows_of = projection[..., start : start + rows, :]
-            mean = mean + (rows_of.mT @ part.to(projection.dtype).unsqueeze(-1)).squeeze(-1).to(mean.dtype)
-            start += rows
+        for group in self._groups[id(strategy)]:
+            stop = start + group.num_rows
+            part = group.distributions[0]().mean if group.entry is None else group.entry.mean()
+            rows = projection[..., start:stop, :]
+            mean = mean + (rows.mT @ part.to(projection.dtype).unsqueeze(-1)).squeeze(-1).to(mean.dtype)
+            start = stop
         scale = self.num_data * weight / (self.beta * gaussian.values.size(-1))
         curvature = (scale / gaussian.noise).expand(mean.shape)
         self._pending = []
         self._note(strategy, projection, (gaussian.values - mean) * curvature, curvature)
 
     def _note(self, strategy: Any, projection: Tensor, slope: Tensor, curvature: Tensor) -> None:
-        """Slopes of the bound of all data, for every distribution of a strategy."""
+        """Slopes of the bound of all data, for every group of a strategy."""
         curvature, start = curvature.clamp_min(0.0), 0
-        for distribution in strategy.distributions:
-            stop = start + distribution.num_inducing_points
-            if id(distribution) in self._entries:
-                self._pending.append(
-                    (self._entries[id(distribution)], projection[..., start:stop, :], slope, curvature)
-                )
+        for group in self._groups[id(strategy)]:
+            stop = start + group.num_rows
+            if group.entry is not None:
+                self._pending.append((group.entry, projection[..., start:stop, :], slope, curvature))
             start = stop
 
     @torch.no_grad()
@@ -281,35 +300,35 @@ class NaturalGradients:
     def values_before(self) -> dict[int, Tensor]:
         """The parameters of q(u) before the last step, by their ids."""
         found: dict[int, Tensor] = {}
-        for entry in self._entries.values():
+        for entry in self.entries:
             if entry.previous is not None:
-                found |= zip(map(id, vector_and_matrix(entry.distribution)), entry.previous[1], strict=True)
+                found |= zip(map(id, entry.parameters()), entry.previous[1], strict=True)
         return found
 
     def forget(self) -> None:
         """From here on the last step cannot be taken back."""
-        for entry in self._entries.values():
+        for entry in self.entries:
             entry.previous = None
 
     def undo(self) -> None:
         """Take the last step back, once: for a loss that turned out not to be finite."""
-        for entry in self._entries.values():
+        for entry in self.entries:
             entry.undo()
 
     def _move(self, entry: Entry, rows: Tensor, slope: Tensor, curvature: Tensor, size: Size, fraction: float) -> Size:
-        distribution, q = entry.distribution, entry.current()
+        q = entry.current()
         batch_shape, is_mean_field = q.linear.shape[:-1], q.is_mean_field
         sums = Sums(*(part.contiguous() for part in data_sums(rows, slope, curvature, batch_shape, is_mean_field)))
         if self.reduce is not None:
             self.reduce(sums)
-        mean, asked, probe = mean_of(distribution, q), size, entry.probe
+        mean, asked, probe = entry.mean(), size, entry.probe
         for attempt in range(_MAX_HALVINGS + 1):
             mean_size = self._mean_size(size, fraction)
             if is_mean_field:
                 limit, probe = self._mean_field_limit(entry, sums, rows, curvature, size)
                 mean_size = limit.clamp_max(size if mean_size is None else mean_size)
             moved = natural_step(q, sums, mean, size, mean_size)
-            if passed(write_distribution(distribution, moved)):
+            if passed(entry.write(moved)):
                 entry.accept(moved, probe)
                 if attempt:
                     log.warning(
@@ -353,18 +372,19 @@ class NaturalGradients:
         return {
             "entries": [
                 None if entry.q is None else {"q": tuple(entry.q), "written": entry.written, "probe": entry.probe}
-                for entry in self._entries.values()
+                for entry in self.entries
             ]
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state. If the model's q(u) is not the one it belongs to, the next step starts from the model's."""
         entries = state["entries"]
-        if len(entries) != len(self._entries):
-            raise ValueError(f"The state is for {len(entries)} distributions; the model has {len(self._entries)}.")
-        for entry, saved in zip(self._entries.values(), entries, strict=True):
-            parameters = vector_and_matrix(entry.distribution)
-            device = parameters[0].device
+        if len(entries) != len(self.entries):
+            raise ValueError(
+                f"The state is for {len(entries)} groups of distributions; the model has {len(self.entries)}."
+            )
+        for entry, saved in zip(self.entries, entries, strict=True):
+            device = entry.parameters()[0].device
             if saved is None:
                 entry.q, entry.written, entry.probe = None, (), None
                 continue

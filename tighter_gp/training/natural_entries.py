@@ -1,8 +1,9 @@
-"""What natural gradients remember of a distribution: its natural parameters, and what was last written to it."""
+"""What natural gradients remember of a distribution, or of several: natural parameters, and what was last written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from gpytorch.variational import _VariationalDistribution
@@ -10,13 +11,18 @@ from torch import Tensor
 
 from ..checks import same_values
 from ..maths.natural import NaturalParameters
-from .natural_forms import init_natural, vector_and_matrix
+from .natural_forms import init_natural, mean_of, parameter_values, vector_and_matrix
 
 
 class Entry:
-    """One distribution, its natural parameters and what was last written to it.
+    r"""Distributions that explain the same data together, their joint natural parameters and what was last written to them.
 
-    :param distribution: The distribution.
+    q(u) of an SVGP is on its own. q(u) and q(v) of SOLVE-GP are independent, but the best mean of one depends on the mean of
+    the other. So the natural parameters :math:`(P, h)` of both are kept, correlations included, and of all independent
+    distributions those nearest to that Gaussian are written: with the joint mean :math:`P^{-1} h` and the precisions
+    :math:`P_{uu}` and :math:`P_{vv}`. Moved each on its own, the means lag behind where the two are strongly coupled.
+
+    :param distributions: The distributions, in the order of the projection's rows; several only with full covariances.
 
     Example:
         >>> entry = tighter_gp.training.natural_entries.Entry(gpytorch.variational.CholeskyVariationalDistribution(2))
@@ -24,8 +30,8 @@ class Entry:
         tensor([0., 0.], dtype=torch.float64)
     """
 
-    def __init__(self, distribution: _VariationalDistribution) -> None:
-        self.distribution = distribution
+    def __init__(self, *distributions: _VariationalDistribution) -> None:
+        self.distributions = distributions
         self.q: NaturalParameters | None = None
         self.written: tuple[Tensor, ...] = ()
         self.versions: list[tuple[int, int]] = []
@@ -33,24 +39,70 @@ class Entry:
         self.previous: tuple[NaturalParameters, tuple[Tensor, ...], Tensor | None] | None = None
         self.is_given = False
 
+    @property
+    def num_rows(self) -> int:
+        """How many inducing variables there are in all."""
+        return sum(distribution.num_inducing_points for distribution in self.distributions)
+
+    def parameters(self) -> list[Tensor]:
+        """A vector and a matrix per distribution, in turn."""
+        return [parameter for distribution in self.distributions for parameter in vector_and_matrix(distribution)]
+
     def current(self) -> NaturalParameters:
         """The natural parameters, rebuilt if q(u) was changed by anybody else."""
         if self.is_given:
             assert self.q is not None
             return self.q
-        parameters = vector_and_matrix(self.distribution)
+        parameters = self.parameters()
         is_known = self.q is not None and self._is_written(parameters)
         if not is_known:
-            self.q, self.written = init_natural(self.distribution), _copies(parameters)
-            self.versions = _versions(parameters)
+            self.q = _joint([init_natural(distribution) for distribution in self.distributions])
+            self.written, self.versions = _copies(parameters), _versions(parameters)
         assert self.q is not None
         return self.q
+
+    def mean(self) -> Tensor:
+        """The mean as the forward pass saw it, ``... x M``."""
+        q = self.current()
+        if len(self.distributions) == 1:
+            return mean_of(self.distributions[0], q)
+        means = []
+        for distribution, rows in zip(self.distributions, self._rows(), strict=True):
+            vector, _ = vector_and_matrix(distribution)
+            means.append(mean_of(distribution, NaturalParameters(q.precision[..., rows, rows], vector.double())))
+        return torch.cat(means, dim=-1)
+
+    @torch.no_grad()
+    def write(self, q: NaturalParameters) -> Tensor:
+        """Set the distributions' parameters if the precision is positive definite; a flag on the device says whether it is."""
+        parts, ok = [q], None
+        if len(self.distributions) > 1:
+            factor, info = torch.linalg.cholesky_ex(q.precision)
+            mean = torch.cholesky_solve(q.linear.unsqueeze(-1), factor)
+            ok, parts = (info == 0).all(), []
+            for rows in self._rows():
+                block = q.precision[..., rows, rows]
+                parts.append(NaturalParameters(block, (block @ mean[..., rows, :]).squeeze(-1)))
+        values: list[Tensor] = []
+        for distribution, part in zip(self.distributions, parts, strict=True):
+            first, second, is_fine = parameter_values(type(distribution), part)
+            values += [first, second]
+            ok = is_fine if ok is None else ok & is_fine
+        assert ok is not None
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.copy_(torch.where(ok, value.to(parameter.dtype), parameter))
+        return ok
+
+    def _rows(self) -> list[slice]:
+        """Which rows of the projection belong to which distribution."""
+        ends = list(accumulate(distribution.num_inducing_points for distribution in self.distributions))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def accept(self, q: NaturalParameters, probe: Tensor | None) -> None:
         """Take over a step that was written to the distribution."""
         assert self.q is not None
         self.previous = self.q, self.written, self.probe
-        parameters = vector_and_matrix(self.distribution)
+        parameters = self.parameters()
         self.q, self.written, self.versions = q, _copies(parameters), _versions(parameters)
         self.probe = probe
 
@@ -61,15 +113,16 @@ class Entry:
         self.q, self.probe, self.is_given = q, probe, True
 
     def tensors(self) -> list[Tensor]:
-        """All that a step changes: the distribution's parameters, the natural ones, and the probe of a mean-field q."""
+        """All that a step changes: the distributions' parameters, the natural ones, and the probe of a mean-field q."""
         assert self.q is not None
-        return [*vector_and_matrix(self.distribution), *self.q, *([] if self.probe is None else [self.probe])]
+        return [*self.parameters(), *self.q, *([] if self.probe is None else [self.probe])]
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Accept what a graph made of :meth:`tensors`."""
-        vector, matrix, precision, linear, *probe = tensors
-        for parameter, value in zip(vector_and_matrix(self.distribution), (vector, matrix), strict=True):
+        parameters = self.parameters()
+        precision, linear, *probe = tensors[len(parameters) :]
+        for parameter, value in zip(parameters, tensors, strict=False):
             parameter.copy_(value)
         self.accept(NaturalParameters(precision, linear), probe[0] if probe else None)
 
@@ -92,7 +145,7 @@ class Entry:
         if self.previous is not None:
             self.q, self.written, self.probe = self.previous
             self.previous = None
-            parameters = vector_and_matrix(self.distribution)
+            parameters = self.parameters()
             for parameter, value in zip(parameters, self.written, strict=True):
                 parameter.copy_(value)
             self.versions = _versions(parameters)
@@ -104,3 +157,16 @@ def _copies(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+
+def _joint(parts: Sequence[NaturalParameters]) -> NaturalParameters:
+    """Independent Gaussians as one."""
+    if len(parts) == 1:
+        return parts[0]
+    linear = torch.cat([part.linear for part in parts], dim=-1)
+    precision, start = linear.new_zeros(*linear.shape, linear.size(-1)), 0
+    for part in parts:
+        stop = start + part.linear.size(-1)
+        precision[..., start:stop, start:stop] = part.precision
+        start = stop
+    return NaturalParameters(precision, linear)

@@ -67,26 +67,6 @@ def init_natural(distribution: _VariationalDistribution) -> NaturalParameters:
     return state
 
 
-@torch.no_grad()
-def write_distribution(distribution: _VariationalDistribution, q: NaturalParameters) -> Tensor:
-    r"""Set the distribution's own parameters, if :math:`P` is positive definite.
-
-    At most one Cholesky factor and one triangular inverse of size :math:`M`, in float64.
-
-    :return: Whether it was, a flag on the device; where it was not, nothing is written.
-
-    Example:
-        >>> distribution = gpytorch.variational.CholeskyVariationalDistribution(1)
-        >>> q = tighter_gp.maths.natural.NaturalParameters(torch.tensor([[4.0]]), torch.tensor([2.0]))
-        >>> bool(tighter_gp.training.natural_forms.write_distribution(distribution, q)), distribution.variational_mean.data
-        (True, tensor([0.5000]))
-    """
-    first, second, ok = parameter_values(type(distribution), q)
-    for parameter, value in zip(vector_and_matrix(distribution), (first, second), strict=True):
-        parameter.copy_(torch.where(ok, value.to(parameter.dtype), parameter))
-    return ok
-
-
 def parameter_values(form: type, q: NaturalParameters) -> tuple[Tensor, Tensor, Tensor]:
     """The vector and the matrix that a form of q(u) has as parameters, and whether they are of use; for a graph too."""
     finite = torch.isfinite(q.linear).all()
