@@ -20,6 +20,7 @@ EXPERIMENTS = (
     "uci",
     "mnist",
     "gplvm",
+    "oil_example",
     "blocks",
     "speed",
     "quality",

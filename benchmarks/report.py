@@ -56,7 +56,8 @@ RMSE = Metric("RMSE", _field("rmse"), -1)
 ERROR = Metric("error %", _field("error", 100.0), -1, 2, 100 * TIE)
 NOISE = Metric("noise", _field("noise"), 0)
 SECONDS = Metric("seconds", _field("seconds"), 0, 1)
-METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS)
+STEP = Metric("ms per step", _field("milliseconds"), 0, 2)
+METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS, STEP)
 
 LABELS = {
     "sgpr": "SGPR",
@@ -78,6 +79,7 @@ TITLES = {
     "uci": "Regression",
     "mnist": "Classification of digits",
     "gplvm": "Bayesian GPLVM",
+    "oil_example": "Bayesian GPLVM by the protocol of GPyTorch's example",
 }
 
 
