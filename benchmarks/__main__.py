@@ -18,6 +18,7 @@ EXPERIMENTS = (
     "snelson",
     "prediction",
     "uci",
+    "million",
     "mnist",
     "gplvm",
     "oil_example",
