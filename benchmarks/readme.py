@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import claims, demo, report, speed_tables, time_to_quality
+from . import claims, demo, report, sections, speed_tables, time_to_quality
 from .registry import PAPER
 from .runs import read_results
 
@@ -47,8 +47,9 @@ def headline(results: list[report.Result]) -> str:
     """One row per data set: of its runs with the same settings those with most pairs, then most inducing points, then newest."""
     chosen: list[report.Result] = []
     for experiment, (base, datasets) in HEADLINE.items():
+        shown = sections.comparable([one for one in results if one["experiment"] == experiment], experiment)
         for dataset in datasets:
-            own = [one for one in results if (one["experiment"], one["dataset"]) == (experiment, dataset)]
+            own = [one for one in shown if one["dataset"] == dataset]
             found = []
             for key, group in report.grouped(own).items():
                 matched = [pair for names, pair in report.pairs(group).items() if names[0] == base]
@@ -56,8 +57,8 @@ def headline(results: list[report.Result]) -> str:
                 newest = max((str(run.get("finished")) for run in runs), default="")
                 found.append((len(runs), key[1], newest, runs))
             chosen += max(found, key=lambda one: one[:3], default=(0, 0, "", []))[3]
-    shown = report.pairs_table(chosen, brief=True)
-    return "" if shown is None else f"{shown}\n\n{report.CAPTION}"
+    text = report.pairs_table(chosen, brief=True)
+    return "" if text is None else f"{text}\n\n{report.CAPTION}"
 
 
 def steps(lines: list[dict[str, Any]]) -> str:

@@ -63,6 +63,22 @@ def test_a_second_smoke_run_replaces_the_first(cli, tmp_path):
     assert len(lines(tmp_path / "smoke" / "prediction.jsonl")) == 1
 
 
+def test_a_line_says_that_the_machine_was_quiet_and_is_the_same_run(cli, tmp_path):
+    common = ("prediction", "--smoke", "--methods", "drop", "--out", tmp_path)
+    assert cli(*common) == 0
+    (before,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert cli(*common, "--quiet-machine") == 0
+    (after,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert "quiet_machine" not in before
+    assert after["quiet_machine"] is True
+    assert runs.identity(before) == runs.identity(after)
+
+
+def test_the_command_of_several_processes_is_that_of_torchrun(monkeypatch):
+    monkeypatch.setattr(runs.distributed, "world_size", lambda: 2)
+    assert runs.command(["uci", "--out", "x"]) == "torchrun --nproc-per-node 2 -m benchmarks uci"
+
+
 def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_one(cli, tmp_path, monkeypatch):
     own_set(tmp_path)
     common = (*SMALL, "--methods", "t-svgp", "svgp", "--data-dir", tmp_path, "--traces", "3")
