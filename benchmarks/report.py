@@ -288,7 +288,7 @@ def flags_of(results: Sequence[Result]) -> str:
 
 def without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Without the columns that not every table has and that nothing stands in."""
-    optional = ("converged", "settings", "flags")
+    optional = ("converged", "of the mean alone", "settings", "flags")
     kept = [i for i, name in enumerate(header) if name not in optional or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 

@@ -23,6 +23,7 @@ from .report import (
     means_table,
     methods_of,
     pairs_table,
+    settings_of,
     table,
     without_empty,
 )
@@ -76,14 +77,18 @@ def _without_conditional(result: Result) -> str:
 
 def prediction_table(results: Sequence[Result]) -> str:
     """The paper's Table 1, and the differences it is about."""
-    rows, notes = [], []
-    for (dataset, _, _), group in grouped(results).items():
+    results = [{**one, "config": {"start": "median", **(one.get("config") or {})}} for one in results]
+    rows, notes, settings = [], [], settings_of(results)
+    metrics = (RMSE, LOG_LIKELIHOOD, Metric("", field("nlpd_mean", -1.0), 0), Metric("", field("seconds"), 0))
+    for key, group in grouped(results).items():
+        dataset = key[0]
+        where = ", ".join(filter(None, (dataset, settings[key])))
         size = f"{group[0].get('num_train')}/{group[0].get('num_inputs')}"
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
-            cells = [mean(map(metric.read, own)) for metric in (RMSE, LOG_LIKELIHOOD, Metric("", field("seconds"), 0))]
+            cells = [mean(map(metric.read, own)) for metric in metrics]
             shown = ["" if cell is None else cell.show(3) for cell in cells]
-            rows.append([dataset, size, label(method), str(len(own)), *shown, flags_of(own)])
+            rows.append([dataset, size, label(method), str(len(own)), *shown, settings[key], flags_of(own)])
         dropped = {_place(result): result for result in group if result["method"] == "drop"}
         for method in methods_of(group):
             matched = [(dropped[_place(r)], r) for r in group if r["method"] == method and _place(r) in dropped]
@@ -93,10 +98,21 @@ def prediction_table(results: Sequence[Result]) -> str:
             furthest = max(result["mean_difference"] for _, result in matched)
             assert difference is not None
             notes.append(
-                f"- {dataset}, {label(method)}: log-likelihood {difference.show(4, signed=True)} against dropping the term; "
+                f"- {where}, {label(method)}: log-likelihood {difference.show(4, signed=True)} against dropping the term; "
                 f"predictive means differ by at most {furthest:.1e}."
             )
-    header = ["data", "N/D", "variance", "runs", "RMSE", "test log-lik.", "seconds", "flags"]
+    header = [
+        "data",
+        "N/D",
+        "variance",
+        "runs",
+        "RMSE",
+        "test log-lik.",
+        "of the mean alone",
+        "seconds",
+        "settings",
+        "flags",
+    ]
     return table(*without_empty(header, rows)) + ("\n\n" + "\n".join(notes) if notes else "")
 
 
