@@ -122,13 +122,30 @@ def check(results: Sequence[Result], key: Family, pair: tuple[str, str], epochs:
     return None
 
 
-def verdict(results: Sequence[Result], one: Result, pair: tuple[str, str]) -> str:
-    """What a row of a table says.
+def of_row(results: Sequence[Result], one: Result, pair: tuple[str, str]) -> Check | None:
+    """The check of a row of a table; None if there is none.
 
     :param results: All results of the experiment, those for the check too.
     :param one: A result of the row.
     :param pair: Base and tighter method.
     """
     epochs = _epochs(one)
-    found = None if epochs is None else check(results, family(one), pair, epochs)
+    return None if epochs is None else check(results, family(one), pair, epochs)
+
+
+def verdict(results: Sequence[Result], one: Result, pair: tuple[str, str]) -> str:
+    """What a row of a table says; parameters as for :func:`of_row`."""
+    found = of_row(results, one, pair)
     return UNCHECKED if found is None else found.show()
+
+
+def summary(results: Sequence[Result]) -> str:
+    """How many of the pairs that stand in tables are converged, in words."""
+    checks = [
+        of_row(results, matched[0][1], pair)
+        for group in report.grouped(shown(results)).values()
+        for pair, matched in report.pairs(group).items()
+    ]
+    found = [one.converged for one in checks if one is not None]
+    unchecked = len(checks) - len(found)
+    return f"of {len(checks)} rows {sum(found)} converged, {len(found) - sum(found)} not, {unchecked} not checked"

@@ -327,7 +327,7 @@ def pairs_table(
                 totals[metric.title] += counts
                 average = mean(differences)
                 cells.append("" if average is None else f"{average.show(metric.digits, signed=True)} ({_wins(counts)})")
-            own = [_gap(result) for pair in matched for result in pair]
+            own = [gap(result) for pair in matched for result in pair]
             gaps = [gap for gap in own if gap is not None]
             cells.append(f"{min(gaps):+.4f}" if gaps else "")
             pair = f"{label(tighter)} − {label(base)}"
@@ -352,7 +352,8 @@ def _wins(counts: Counter[str]) -> str:
     return f"{counts['win']}/{counts['tie']}/{counts['loss']}"
 
 
-def _gap(result: Result) -> float | None:
+def gap(result: Result) -> float | None:
+    """The tighter bound less the standard one at a result's own parameters."""
     tighter, base = result.get("bound_tighter"), result.get("bound_base")
     return None if tighter is None or base is None else tighter - base
 
