@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from . import plotting
 from .plotting import BLUE, GREY, INK, ORANGE, SKY, VERMILION
 from .report import BOUND, ERROR, LOG_LIKELIHOOD, RMSE, Metric, Result, grouped, label, mean, methods_of, settings_of
+from .sections import comparable
 
 STYLES: dict[str, dict[str, Any]] = {
     "svgp": {"color": BLUE, "marker": "o", "linestyle": (0, (5, 1.5))},
@@ -34,11 +35,16 @@ def draw_all(results: Sequence[Result], folder: Path) -> list[Path]:
     for result in results:
         by_experiment.setdefault(result["experiment"], []).append(result)
     with plotting.style():
-        for experiment, own in by_experiment.items():
+        for experiment, everything in by_experiment.items():
+            own = comparable(everything, experiment)
             if experiment == "snelson":
                 figures = {"fits": _snelson(own)}
             elif experiment == "prediction":
                 figures = {"seconds": _prediction(own)}
+            elif experiment == "oil_example":
+                figures = {"losses": _losses(own)}
+            elif experiment == "million":
+                continue
             else:
                 figures = {
                     name: _scores(own, metric)
@@ -163,6 +169,26 @@ def _traces(results: Sequence[Result]) -> Figure:
             where = ", ".join(filter(None, (f"M = {size}" if size else "", settings[key])))
             panel.set_title(", ".join(filter(None, (_axis(metric), where))), fontsize=10.5)
     _legend(figure, panels.flatten())
+    return figure
+
+
+def _losses(results: Sequence[Result]) -> Figure:
+    """The negative bound over training, as in the paper's figure; thin lines are seeds, thick ones their means."""
+    figure, (panel,) = _panels(1, width=5.2, height=3.4)
+    for method in methods_of(results):
+        style = {name: value for name, value in _style(method).items() if name != "marker"}
+        runs = [
+            [{**point, "bound": -point["bound"]} for point in one["trace"]]
+            for one in results
+            if one["method"] == method
+        ]
+        for trace in runs:
+            panel.plot(*_line(trace, BOUND), alpha=0.25, linewidth=0.8, **style)
+        panel.plot(*_mean_line(runs, BOUND), label=label(method), **style)
+    _skip_start(panel, [-point["bound"] for one in results for point in one["trace"]], -1)
+    panel.set_xlabel("step")
+    panel.set_ylabel("negative bound / N")
+    panel.legend()
     return figure
 
 

@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> 
     )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
     parser.add_argument("--resume", action="store_true", help="skip finished runs, continue an interrupted one")
+    parser.add_argument(
+        "--quiet-machine",
+        action="store_true",
+        help="nothing else runs on the machine: the lines say so, tables show seconds",
+    )
     parser.add_argument("--smoke", action="store_true", help="a few seconds on embedded data, to see that all works")
 
 

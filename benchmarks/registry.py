@@ -13,11 +13,11 @@ class Source(NamedTuple):
     """A file.
 
     :param url: Where to download it.
-    :param checksum: See above; None where none is published, and the contents are checked instead.
+    :param checksum: See above.
     """
 
     url: str
-    checksum: str | None
+    checksum: str
 
 
 # Rows and inputs of the regression sets; the target is the last column of the file.
@@ -61,7 +61,10 @@ _SNELSON = (
     "https://raw.githubusercontent.com/thangbui/tighter_sparse_gp/8572e24cd33e84bbd853bedf51799e1512493c36/example/"
 )
 
-_UCI_CHECKSUMS: dict[str, str | None] = {
+# GitHub vega/vega-datasets, BSD-3-Clause; the records of the US Bureau of Transportation Statistics.
+_VEGA = "https://raw.githubusercontent.com/vega/vega-datasets/v3.2.1/data/"
+
+_UCI_CHECKSUMS = {
     "wine/data.csv.gz": "sha256:e2ca3346651ddb43fbc6a1355e70e74b7ce68f93059e04405e9cb749c219eae2",
     "wine/test_mask.csv.gz": "sha256:df80c2a700eafb42230991dd7a94c08d47baea55dde125a0a0dcae08964d4559",
     "solar/data.csv.gz": "sha256:71f4aa956db1a443c4f8c2c70e213c82cd8fbfc52b2da955d22283d7b9f68fc8",
@@ -83,14 +86,14 @@ _UCI_CHECKSUMS: dict[str, str | None] = {
     "keggundirected/data.csv.gz": "sha256:117419270e50f581df18bf996ffc8b6bf1bb76c9f3640331ac9d6e64cff63d4e",
     "keggundirected/test_mask.csv.gz": "sha256:ea56968ffbf638720943f2758fe0464e1ff532654bc5a67c369a1cda8c6e7f13",
     "3droad/data.csv.gz": "git:5dd7bcf3ee14eb8de41ddea4059d1424bb0b5d81",
-    "3droad/test_mask.csv.gz": None,
+    "3droad/test_mask.csv.gz": "sha256:05a88da30f7a47a02b68a421d32a9c14515572c7d263607b1177081bfe236d95",
     "song/data.csv.gz": "git:5910ee3acb64aeb87570a4523fd6ad6fd7bf1f18",
     "song/data1.csv.gz": "git:9fe898cc92b9d3fd1e8690a027de05befea13428",
-    "song/test_mask.csv.gz": None,
+    "song/test_mask.csv.gz": "sha256:f387bbbe8653be2c0223e0c59dbe37a2285263aed8e960c90a58f00729f00474",
     "buzz/data.csv.gz": "git:8eb0b112fe8ca2f868fcf2adb644605b740e722a",
-    "buzz/test_mask.csv.gz": None,
+    "buzz/test_mask.csv.gz": "sha256:c33a2772d7536ff6aad46335305845ff08c0df35c590fd7dbac3433aaf400f6b",
     "houseelectric/data.csv.gz": "git:d8979c231b99d34009ca8a82b2fef4aea7fe5363",
-    "houseelectric/test_mask.csv.gz": None,
+    "houseelectric/test_mask.csv.gz": "sha256:2d49f5ff1a54968913e2a9163d630a528e73ea775e9a808ad9101dec80227cea",
     "tamielectric/data.csv.gz": "sha256:63507ad1493bd7f36436a900bd2bebaf957d326c6cc20120ab5aefe680f3083a",
     "tamielectric/test_mask.csv.gz": "sha256:2c1ba1c09caf1c59cc3893ace43f657e8f86fed85f66c1c45a13e52f38825b2f",
     "airfoil/data.csv.gz": "sha256:1cce82516ac9e564fba52f55d817eb147fc39085f5d7b958ad15b92f4207f23e",
@@ -120,6 +123,10 @@ FILES = {
     "snelson.csv": Source(
         _SNELSON + "snelson.csv",
         "sha256:5bab4bbce15e916b126cf0fc5011714c35ef731d05873c43104774d58931c253",
+    ),
+    "flights3m/flights-3m.parquet": Source(
+        _VEGA + "flights-3m.parquet",
+        "sha256:dbeb920c90f59b6ccaff823dcc3d08f25a97fa1ce128d93f40be4e931f5900b0",
     ),
 }
 

@@ -46,17 +46,24 @@ class Metric(NamedTuple):
     tie: float = TIE
 
 
-def _field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
+def field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
+    """Reads a number of a result."""
     return lambda result: None if result.get(name) is None else factor * float(result[name])
 
 
-BOUND = Metric("bound / N", _field("bound"), 1)
-LOG_LIKELIHOOD = Metric("test log-lik.", _field("nlpd", -1.0), 1)
-RMSE = Metric("RMSE", _field("rmse"), -1)
-ERROR = Metric("error %", _field("error", 100.0), -1, 2, 100 * TIE)
-NOISE = Metric("noise", _field("noise"), 0)
-SECONDS = Metric("seconds", _field("seconds"), 0, 1)
-METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS)
+def _is_timed(result: Result) -> bool:
+    """Whether the seconds of a run mean anything: long ones share the machine, unless the line says that they did not."""
+    return result.get("experiment") not in ("uci", "mnist") or bool(result.get("quiet_machine"))
+
+
+BOUND = Metric("bound / N", field("bound"), 1)
+LOG_LIKELIHOOD = Metric("test log-lik.", field("nlpd", -1.0), 1)
+RMSE = Metric("RMSE", field("rmse"), -1)
+ERROR = Metric("error %", field("error", 100.0), -1, 2, 100 * TIE)
+NOISE = Metric("noise", field("noise"), 0)
+SECONDS = Metric("seconds", lambda result: field("seconds")(result) if _is_timed(result) else None, 0, 1)
+STEP = Metric("ms per step", field("milliseconds"), 0, 2)
+METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS, STEP)
 
 LABELS = {
     "sgpr": "SGPR",
@@ -67,6 +74,8 @@ LABELS = {
     "t-solve-gp": "T-SOLVE-GP",
     "drop": "without last term",
     "exact": "with last term",
+    "linear": "linear model",
+    "trees": "boosted trees",
     "v-bgplvm": "V-BGPLVM",
     "tv-bgplvm": "TV-BGPLVM",
 }
@@ -76,8 +85,10 @@ TITLES = {
     "snelson": "One-dimensional regression",
     "prediction": "Last term of the predictive variance",
     "uci": "Regression",
+    "million": "Three million flights",
     "mnist": "Classification of digits",
     "gplvm": "Bayesian GPLVM",
+    "oil_example": "Bayesian GPLVM by the protocol of GPyTorch's example",
 }
 
 
@@ -264,27 +275,33 @@ def means_table(results: Sequence[Result]) -> str:
             shown = [
                 "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
             ]
-            rows.append([key[0], str(key[1] or ""), label(method), str(len(own)), *shown, settings[key], _flags(own)])
+            rows.append([key[0], str(key[1] or ""), label(method), str(len(own)), *shown, settings[key], flags_of(own)])
     header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "settings", "flags"]
-    return table(*_without_empty(header, rows))
+    return table(*without_empty(header, rows))
 
 
-def _flags(results: Sequence[Result]) -> str:
+def flags_of(results: Sequence[Result]) -> str:
     """What the runs were flagged with, and how many."""
     counts = Counter(flag for result in results for flag in result.get("flags", []))
     return ", ".join(f"{flag} ({count} of {len(results)})" for flag, count in sorted(counts.items()))
 
 
-def _without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Without the columns of settings and flags that nothing stands in."""
-    kept = [i for i, name in enumerate(header) if name not in ("settings", "flags") or any(row[i] for row in rows)]
+def without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without the columns that not every table has and that nothing stands in."""
+    optional = ("converged", "of the mean alone", "settings", "flags")
+    kept = [i for i, name in enumerate(header) if name not in optional or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
+def pairs_table(
+    results: Sequence[Result],
+    brief: bool = False,
+    converged: Callable[[Result, tuple[str, str]], str] | None = None,
+) -> str | None:
     """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs.
 
     :param brief: Without caption and list of losses.
+    :param converged: Says of a row, given a result of it and its pair, whether it is converged.
     """
     metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
     totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
@@ -310,17 +327,19 @@ def pairs_table(results: Sequence[Result], brief: bool = False) -> str | None:
                 totals[metric.title] += counts
                 average = mean(differences)
                 cells.append("" if average is None else f"{average.show(metric.digits, signed=True)} ({_wins(counts)})")
-            own = [_gap(result) for pair in matched for result in pair]
+            own = [gap(result) for pair in matched for result in pair]
             gaps = [gap for gap in own if gap is not None]
             cells.append(f"{min(gaps):+.4f}" if gaps else "")
             pair = f"{label(tighter)} − {label(base)}"
-            rows.append([dataset, str(num_inducing or ""), pair, str(len(matched)), *cells, settings[key]])
+            verdict = "" if converged is None else converged(matched[0][1], (base, tighter))
+            rows.append([dataset, str(num_inducing or ""), pair, str(len(matched)), *cells, verdict, settings[key]])
     if not rows:
         return None
     if len(rows) > 1:
-        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), "", ""])
-    header = ["data", "M", "pair", "pairs", *(f"Δ {metric.title}" for metric in metrics), "least gap", "settings"]
-    text = table(*_without_empty(header, rows))
+        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), "", "", ""])
+    changes = [f"Δ {metric.title}" for metric in metrics]
+    header = ["data", "M", "pair", "pairs", *changes, "least gap", "converged", "settings"]
+    text = table(*without_empty(header, rows))
     if brief:
         return text
     text += f"\n\n{CAPTION}"
@@ -333,70 +352,24 @@ def _wins(counts: Counter[str]) -> str:
     return f"{counts['win']}/{counts['tie']}/{counts['loss']}"
 
 
-def _gap(result: Result) -> float | None:
+def gap(result: Result) -> float | None:
+    """The tighter bound less the standard one at a result's own parameters."""
     tighter, base = result.get("bound_tighter"), result.get("bound_base")
     return None if tighter is None or base is None else tighter - base
 
 
-def prediction_table(results: Sequence[Result]) -> str:
-    """The paper's Table 1, and the differences it is about."""
-    rows, notes = [], []
-    for (dataset, _, _), group in grouped(results).items():
-        size = f"{group[0].get('num_train')}/{group[0].get('num_inputs')}"
-        for method in methods_of(group):
-            own = [result for result in group if result["method"] == method]
-            cells = [mean(map(metric.read, own)) for metric in (RMSE, LOG_LIKELIHOOD, Metric("", _field("seconds"), 0))]
-            shown = ["" if cell is None else cell.show(3) for cell in cells]
-            rows.append([dataset, size, label(method), str(len(own)), *shown, _flags(own)])
-        dropped = {_place(result): result for result in group if result["method"] == "drop"}
-        for method in methods_of(group):
-            matched = [(dropped[_place(r)], r) for r in group if r["method"] == method and _place(r) in dropped]
-            if method == "drop" or not matched:
-                continue
-            difference = mean(first["nlpd"] - second["nlpd"] for first, second in matched)
-            furthest = max(result["mean_difference"] for _, result in matched)
-            assert difference is not None
-            notes.append(
-                f"- {dataset}, {label(method)}: log-likelihood {difference.show(4, signed=True)} against dropping the term; "
-                f"predictive means differ by at most {furthest:.1e}."
-            )
-    header = ["data", "N/D", "variance", "runs", "RMSE", "test log-lik.", "seconds", "flags"]
-    return table(*_without_empty(header, rows)) + ("\n\n" + "\n".join(notes) if notes else "")
-
-
-def _place(result: Result) -> tuple[Any, Any]:
-    return result.get("split"), result.get("seed")
-
-
-def snelson_table(results: Sequence[Result]) -> str:
-    """Bounds and hyperparameters on the one-dimensional data."""
-    columns = {"bound / N": "bound", "noise": "noise", "kernel variance": "outputscale", "lengthscale": "lengthscale"}
-    rows = []
-    for (dataset, num_inducing, _), group in grouped(results).items():
-        for method in methods_of(group):
-            for result in (result for result in group if result["method"] == method):
-                values = [result.get(name) for name in columns.values()]
-                shown = ["" if value is None else f"{value:.4f}" for value in values]
-                rows.append([dataset, str(num_inducing), label(method), *shown, str(result.get("steps", ""))])
-    return table(["data", "M", "method", *columns, "steps"], rows)
-
-
 def make_report(results: Sequence[Result], figures: Sequence[Path] = ()) -> str:
     """The whole report in Markdown."""
+    from .sections import means_of, pairs_of
+
     order = [*TITLES, *dict.fromkeys(result["experiment"] for result in results)]
     parts = ["# Results", _provenance(results)]
     for experiment in dict.fromkeys(order):
         own = [result for result in results if result["experiment"] == experiment]
         if not own:
             continue
-        parts.append(f"## {TITLES.get(experiment, experiment)} (`{experiment}`)")
-        if experiment == "prediction":
-            parts.append(prediction_table(own))
-        elif experiment == "snelson":
-            parts.append(snelson_table(own))
-        else:
-            parts.append(means_table(own))
-        paired = None if experiment == "prediction" else pairs_table(own)
+        parts += [f"## {TITLES.get(experiment, experiment)} (`{experiment}`)", means_of(own, experiment)]
+        paired = pairs_of(own, experiment)
         if paired is not None:
             parts += ["### Tighter against base", paired]
         drawn = [path for path in figures if path.name.startswith(f"{experiment}_")]
@@ -412,14 +385,19 @@ def commands(results: Sequence[Result]) -> str:
 
 
 def make_summary(results: Sequence[Result]) -> str:
-    """What the documentation shows: differences, and the table of the last term."""
+    """What the documentation shows: differences, and tables of their own of the experiments that have one."""
+    from .convergence import CAPTION as CONVERGED
+    from .sections import OWN_TABLES, pairs_of
+
     parts = []
     for experiment, title in TITLES.items():
         own = [result for result in results if result["experiment"] == experiment]
-        shown = prediction_table(own) if experiment == "prediction" and own else pairs_table(own, brief=True)
-        if shown is not None:
-            parts += [f"**{title}** (`python -m benchmarks {experiment}`)", shown]
-    return "\n\n".join([*parts, CAPTION])
+        if not own:
+            continue
+        shown = [OWN_TABLES[experiment](own)] if experiment in ("prediction", "million", "oil_example") else []
+        paired = pairs_of(own, experiment, brief=True)
+        parts += [f"**{title}** (`python -m benchmarks {experiment}`)", *shown, *([] if paired is None else [paired])]
+    return "\n\n".join([*parts, CAPTION, CONVERGED])
 
 
 def _provenance(results: Sequence[Result]) -> str:

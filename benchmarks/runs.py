@@ -93,6 +93,7 @@ class Session:
     """
 
     def __init__(self, experiment: str, args: argparse.Namespace) -> None:
+        self.is_quiet = getattr(args, "quiet_machine", False)
         folder = args.out / "smoke" if args.smoke else args.out
         if distributed.rank() == 0:
             writable_folder(folder)
@@ -169,6 +170,7 @@ class Session:
             "wall_seconds": round(time.perf_counter() - started, 3),
             "peak_memory_mb": peak_memory_mb(self.device),
             **environment(str(self.device)),
+            **({"quiet_machine": True} if self.is_quiet else {}),
         }
         if distributed.rank() == 0:
             append_result(self.path, result)
@@ -235,7 +237,9 @@ def command(arguments: list[str]) -> str:
             skip = False
         else:
             kept.append(argument)
-    return shlex.join(["python", "-m", "benchmarks", *kept])
+    processes = distributed.world_size()
+    launcher = ["python"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes)]
+    return shlex.join([*launcher, "-m", "benchmarks", *kept])
 
 
 @lru_cache(maxsize=1)

@@ -89,26 +89,25 @@ def describe(
 
 
 class Trace:
-    """Records the bound and the test scores a few times in training; its state is part of a checkpoint."""
+    """Records the bound and the test scores a few times in training; its state is part of a checkpoint.
 
-    def __init__(self, data: Split, tighter: bool, epochs: int, times: int) -> None:
-        self.data, self.tighter = data, tighter
+    :param times: How often.
+    :param with_bound: Whether to record the bound, which takes a pass over the training data.
+    """
+
+    def __init__(self, data: Split, tighter: bool, epochs: int, times: int, with_bound: bool = True) -> None:
+        self.data, self.tighter, self.with_bound = data, tighter, with_bound
         self.every = max(1, epochs // times) if times > 0 else 0
         self.points: list[dict[str, Any]] = []
 
     def __call__(self, state: Step) -> None:
         """Called after every step."""
         if self.every and state.epoch_end and state.epoch % self.every == 0:
-            values = models.regression_bounds(state.model, state.likelihood, self.data)
-            self.points.append(
-                {
-                    "epoch": state.epoch,
-                    "step": state.step,
-                    "seconds": round(state.history.seconds, 3),
-                    "bound": values["bound_tighter" if self.tighter else "bound_base"],
-                    **models.regression_scores(state.model, state.likelihood, self.data),
-                }
-            )
+            point = {"epoch": state.epoch, "step": state.step, "seconds": round(state.history.seconds, 3)}
+            if self.with_bound:
+                values = models.regression_bounds(state.model, state.likelihood, self.data)
+                point["bound"] = values["bound_tighter" if self.tighter else "bound_base"]
+            self.points.append({**point, **models.regression_scores(state.model, state.likelihood, self.data)})
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded."""

@@ -25,14 +25,14 @@ from tests.benchmarks.support import (
 )
 
 
-def test_every_registered_set_has_its_files_and_a_checksum_of_its_rows():
+def test_every_registered_set_has_its_files_and_every_file_a_checksum():
     assert {*PAPER, "wine", "solar", "pumadyn32nm", "elevators", "bike", "pol"} <= set(SHAPES)
     for name in SHAPES:
-        for part in PARTS.get(name, ("data.csv.gz",)):
-            source = FILES[f"uci/{name}/{part}"]
-            assert source.checksum.split(":")[0] in ("sha256", "git")
-            assert source.url.startswith("https://")
-        assert f"uci/{name}/test_mask.csv.gz" in FILES
+        for part in (*PARTS.get(name, ("data.csv.gz",)), "test_mask.csv.gz"):
+            assert f"uci/{name}/{part}" in FILES
+    for source in FILES.values():
+        assert source.checksum.split(":")[0] in ("sha256", "git", "content")
+        assert source.url.startswith("https://")
 
 
 def test_a_git_blob_id_is_that_of_git(tmp_path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import tighter_gp
-from benchmarks import runs, uci
+from benchmarks import prediction, runs, uci
 from tests.benchmarks.support import (
     EXPERIMENTS,
     SMALL,
@@ -57,10 +58,46 @@ def test_without_the_last_term_means_are_the_same_and_variances_larger(smoke):
         assert result["latent_variance"] <= results["drop"]["latent_variance"]
 
 
+def test_a_start_from_the_data_ends_no_worse_in_the_training_bound(cli, tmp_path):
+    assert cli("prediction", "--smoke", "--methods", "drop", "--start", "median", "data", "--out", tmp_path) == 0
+    median, better = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert "start" not in median["config"]
+    assert better["config"]["start"] == "data"
+    assert better["start"] in ("median", "exact")
+    assert better["bound"] >= median["bound"] - 1e-3
+
+
+def test_few_splits_of_a_large_set_are_predicted_by_default(cli, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(prediction, "check_sizes", lambda *args: None)
+    monkeypatch.setattr(runs.Session, "plan", lambda self, planned: seen.extend(planned))
+    monkeypatch.setattr(runs.Session, "all_done", lambda self, planned: True)
+    assert cli("prediction", "--methods", "drop", "--out", tmp_path) == 0
+    counts = Counter((one["dataset"], one["config"].get("start", "median")) for one in seen)
+    for start in ("median", "data"):
+        assert [counts[name, start] for name in ("wine", "solar", "pumadyn32nm")] == [10, 10, 3]
+
+
 def test_a_second_smoke_run_replaces_the_first(cli, tmp_path):
     for _ in range(2):
         assert cli("prediction", "--smoke", "--methods", "drop", "--out", tmp_path) == 0
     assert len(lines(tmp_path / "smoke" / "prediction.jsonl")) == 1
+
+
+def test_a_line_says_that_the_machine_was_quiet_and_is_the_same_run(cli, tmp_path):
+    common = ("prediction", "--smoke", "--methods", "drop", "--out", tmp_path)
+    assert cli(*common) == 0
+    (before,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert cli(*common, "--quiet-machine") == 0
+    (after,) = lines(tmp_path / "smoke" / "prediction.jsonl")
+    assert "quiet_machine" not in before
+    assert after["quiet_machine"] is True
+    assert runs.identity(before) == runs.identity(after)
+
+
+def test_the_command_of_several_processes_is_that_of_torchrun(monkeypatch):
+    monkeypatch.setattr(runs.distributed, "world_size", lambda: 2)
+    assert runs.command(["uci", "--out", "x"]) == "torchrun --nproc-per-node 2 -m benchmarks uci"
 
 
 def test_an_interrupted_experiment_resumes_to_the_numbers_of_an_uninterrupted_one(cli, tmp_path, monkeypatch):

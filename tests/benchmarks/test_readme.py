@@ -156,6 +156,62 @@ def test_a_loss_is_no_agreement():
     assert verdicts(won)[claim] == "yes"
 
 
+def test_losses_are_named_with_the_distance_of_the_bounds():
+    text = claims.table(results(), [])
+    assert "losses in test log-lik.: kin40k M=64 T-SVGP (1 of 3, bounds 0.0200 apart)" in text
+    assert "of 1 rows 0 converged, 0 not, 1 not checked" in text
+
+
+def test_runs_that_only_check_convergence_are_no_claims():
+    doubled = [{**one, "config": {"epochs": 4}, "nlpd": 9.0 * one["nlpd"]} for one in results() if one["split"] == 0]
+    text = claims.table([*results(), *doubled], [])
+    assert "of 1 rows 1 converged, 0 not, 0 not checked" in text
+    assert "1 wins, 1 ties, 1 losses" in text
+
+
+@pytest.mark.parametrize(
+    ("gains", "agrees"), [((0.3, 0.31, 0.29), "yes"), ((0.1, 0.3, -0.2), "in part"), ((-0.1, -0.2, 0.1), "no")]
+)
+def test_the_oil_flow_by_the_example_agrees_where_all_seeds_do(gains, agrees):
+    made = []
+    for seed, gain in enumerate(gains):
+        for method, bound in (("v-bgplvm", 5.2 + 0.1 * seed), ("tv-bgplvm", 5.2 + 0.1 * seed + gain)):
+            made.append(
+                {**result(method, 0, bound, None, None), "experiment": "oil_example", "dataset": "oil", "seed": seed}
+            )
+    (claim,) = verdicts(made)
+    assert claim.startswith("oil flow, M=64, by the protocol of GPyTorch's example")
+    assert verdicts(made)[claim] == agrees
+    assert ("end up to 0.20 apart" in claims.table(made, [])) == (agrees != "yes")
+
+
+def test_digits_have_a_row_per_conditional():
+    made = []
+    for one in results():
+        made.append(
+            {**one, "experiment": "mnist", "dataset": "mnist", "config": {"epochs": 2, "conditional": "optimal"}}
+        )
+        if one["method"] == "t-svgp":
+            made.append({**made[-1], "config": {"epochs": 2, "conditional": "beta"}})
+    assert [claim.partition(":")[0] for claim in verdicts(made)] == [
+        "MNIST, the best scales",
+        "MNIST, one learned beta per class as in the paper",
+    ]
+
+
+def test_the_last_term_has_a_row_per_start():
+    common = {"experiment": "prediction", "dataset": "wine", "seconds": 1.0}
+    made = []
+    for method, seconds in (("drop", 1.0), ("exact", 9.0)):
+        one = {**result(method, 0, 0.0, 0.66, 0.4), **common, "seconds": seconds}
+        made += [{**one, "flags": ["learnt the mean"]}, {**one, "config": {"epochs": 2, "start": "data"}}]
+    found = claims.table(made, [])
+    assert "| wine: predictions" in found
+    assert "| wine, from a better start: predictions" in found
+    assert found.count("1 of 1 runs learnt the mean alone") == 1
+    assert list(verdicts(made).values()) == ["in part", "yes"]
+
+
 def test_printed_hyperparameters_are_compared_to_their_last_digit():
     def learnt(method, noise, variance):
         made = result(method, 0, 0.1 * method.startswith("t"), None, None, noise=noise, outputscale=variance)

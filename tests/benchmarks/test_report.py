@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import report, runs
+from benchmarks import report, runs, sections
 from benchmarks.errors import UserError
 from tests.benchmarks.support import (
     result,
@@ -112,7 +112,7 @@ def test_flags_are_shown_with_their_number():
         }
         for split in range(3)
     ]
-    for text in (report.prediction_table(flagged), report.means_table(flagged)):
+    for text in (sections.prediction_table(flagged), report.means_table(flagged)):
         assert "learnt the mean (2 of 3)" in text
 
 
