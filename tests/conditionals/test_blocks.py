@@ -268,10 +268,15 @@ def test_collapsed_model_keeps_its_blocks_when_copied():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"bound": "block"}, {"bound": "tighter", "blocks": LABELS}, {"bound": "full", "blocks": LABELS}]
+    ("kwargs", "came"),
+    [
+        ({"bound": "block"}, "none"),
+        ({"bound": "tighter", "blocks": LABELS}, "them with bound='tighter'"),
+        ({"bound": "full", "blocks": LABELS}, "them with bound='full'"),
+    ],
 )
-def test_blocks_and_their_bound_belong_together(kwargs):
-    with pytest.raises(ValueError, match="belong together"):
+def test_blocks_and_their_bound_belong_together(kwargs, came):
+    with pytest.raises(ValueError, match=f"belong together: .*; got {came}"):
         collapsed(dense.problem(), **kwargs)
 
 

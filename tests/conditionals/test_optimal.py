@@ -265,3 +265,16 @@ def test_softmax_scales_solve_their_equation_at_the_draws_of_the_call(wrapper):
     draws = torch.randn(10, 7, CLASSES)
     m = softmax_scales([Latent(model, (k,), x) for k in range(num_latents)], draws, W)
     torch.testing.assert_close(actual, price(m).sum() / 7, rtol=1e-6, atol=0)
+
+
+def test_no_graph_is_kept_for_the_search_of_the_best_scales():
+    class Spy(PoissonLikelihood):
+        def curvature_of_moments(self, observations, mean):
+            assert not mean.requires_grad
+            return super().curvature_of_moments(observations, mean)
+
+    p = dense.problem()
+    model = make_gp(p.z, make_kernel(p.kernel, p.variance, p.lengthscales))
+    loss = -tighter_gp.TighterELBO(Spy(), model, N)(model(p.x), counts(p))
+    loss.backward()
+    assert model.covar_module.base_kernel.raw_lengthscale.grad is not None

@@ -11,6 +11,7 @@ from linear_operator.utils.warnings import NumericalWarning
 
 import tighter_gp
 from tighter_gp.prior import Projector
+from tighter_gp.prior.projector import FactorCache
 
 KERNELS = {"lowered": lambda: ScaleKernel(RBFKernel(ard_num_dims=2)), "other": lambda: ScaleKernel(PeriodicKernel())}
 
@@ -146,3 +147,15 @@ def test_gpytorch_is_not_told_to_evaluate_what_nobody_asks_for():
     (-tighter_gp.TighterELBO(model.likelihood, model, 30)(q, y)).backward()
     assert "whole" not in vars(carriers[0])
     assert gpytorch.settings.lazily_evaluate_kernels.on()
+
+
+def test_a_factor_from_inference_mode_can_be_used_in_a_graph():
+    cache, matrix = FactorCache(), torch.eye(2)
+    with torch.inference_mode():
+        factor = torch.ones(2, 2)
+        cache.put(matrix, factor)
+        assert cache.get(matrix) is factor
+    outside = cache.get(matrix)
+    assert not outside.is_inference()
+    assert torch.equal(outside, torch.ones(2, 2))
+    assert cache.get(2 * matrix) is None

@@ -12,7 +12,7 @@ from gpytorch.mlls import VariationalELBO
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import GP, make_gp, make_kernel, make_noise
 from tests.tools.golden import VECTORS
 from tests.tools.solve_gp import DISTRIBUTIONS, MU, MV, Joint, joint_svgp, make_solve_gp, random_parts
 from tighter_gp import TighterELBO
@@ -272,3 +272,13 @@ def test_second_backward_pass_and_two_forward_passes():
     torch.testing.assert_close(value, mll(model(j.p.x), j.p.y))
     value.backward(retain_graph=True)
     value.backward()
+
+
+def test_the_joint_of_two_mean_field_distributions_has_their_variances():
+    parts = [gpytorch.variational.MeanFieldVariationalDistribution(size) for size in (3, 2)]
+    for part, value in zip(parts, (0.5, 3.0), strict=True):
+        part._variational_stddev.data.fill_(value)
+    points = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    make = lambda model: tighter_gp.SolveGPVariationalStrategy(model, points[:3], points[3:], *parts)
+    joint = GP(make, gpytorch.kernels.RBFKernel()).variational_strategy.variational_distribution
+    torch.testing.assert_close(joint.variance, torch.tensor([0.25, 0.25, 0.25, 9.0, 9.0]))

@@ -10,7 +10,7 @@ import torch
 import tighter_gp
 from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.training.problems import M, N, data, problem
-from tighter_gp.training import fit
+from tighter_gp.training import distributed, fit
 from tighter_gp.training.batches import ArrayBatches
 
 
@@ -181,3 +181,15 @@ def test_what_is_on_another_device_than_the_model_is_named(where):
         likelihood = gpytorch.likelihoods.GaussianLikelihood().to("meta")
     with pytest.raises(ValueError, match=f"{where} is on meta, the model is on cpu"):
         fit(model, likelihood, x, y, steps=1, **options)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_processes_share_a_batch_or_each_has_the_whole_of_it(monkeypatch, is_split):
+    x, y = data()
+    first = next(ArrayBatches(x, y, {}, 16, 0, x).iterate(0)).rows
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        batch = next(ArrayBatches(x, y, {}, 16, 0, x, is_split).iterate(0))
+        assert torch.equal(batch.rows, first[rank::2] if is_split else first)
+        assert batch.weight == 0.5

@@ -17,7 +17,7 @@ from tests.training.problems import M, N, collapsed, data, gplvm, per_point, pro
 from tighter_gp.training import distributed, fit
 from tighter_gp.training.lbfgs import FullBatchLBFGS
 from tighter_gp.training.optimizers import Optimizers, can_fuse
-from tighter_gp.training.steps import joined_rows
+from tighter_gp.training.steps import joined_rows, read_together
 
 
 def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
@@ -229,3 +229,13 @@ def test_gradients_of_one_dtype_are_summed_in_one_message(monkeypatch):
     loss, failed = distributed.sum_gradients(parameters, torch.tensor(1.0))
     assert (float(loss), failed) == (1.0, 0)
     assert messages == [2 + 2 * len(parameters), 11]  # the loss with what is there, then all gradients
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], True), ([True, True], True), ([True, False], False), ([False, True], False)]
+)
+def test_loss_flags_and_gradients_are_read_together_and_told_apart(flags, expected):
+    parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in "ab"}
+    parameters["a"].grad, parameters["b"].grad = torch.tensor([0.0, -4.0, 1.0]), torch.tensor([2.0, 0.0, 0.0])
+    loss, largest, ok = read_together(torch.tensor(7.0), parameters, [torch.tensor(flag) for flag in flags])
+    assert (loss, largest, ok) == (7.0, {"a": 4.0, "b": 2.0}, expected)

@@ -208,7 +208,7 @@ def _joined_gradients(
         if parameter.grad is not None and parameter.grad.is_sparse:  # once, for all that ask for its rows
             known = None if flags is None or batch.rows is None else joined_rows(parameter.grad, batch.rows, flags)
             parameter.grad = parameter.grad.coalesce() if known is None else known
-    value, largest, ok = (math.nan, {}, False) if joined is None else _read(joined, parameters, flags or ())
+    value, largest, ok = (math.nan, {}, False) if joined is None else read_together(joined, parameters, flags or ())
     if ok and all(map(math.isfinite, (value, *largest.values()))):
         return Joined(value, largest, None)
     for parameter in values:
@@ -234,7 +234,7 @@ def joined_rows(grad: Tensor, rows: Tensor, flags: list[Tensor]) -> Tensor | Non
     return torch.sparse_coo_tensor(ordered.unsqueeze(0), sums, grad.shape, check_invariants=False, is_coalesced=True)
 
 
-def _read(
+def read_together(
     loss: Tensor, parameters: Mapping[str, Tensor], flags: Sequence[Tensor]
 ) -> tuple[float, dict[str, float], bool]:
     """The loss, the largest entry of every gradient, and whether all flags are True: one read from the device."""
