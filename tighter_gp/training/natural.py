@@ -242,7 +242,7 @@ class NaturalGradients:
         for distribution in strategy.distributions:
             entry, rows = self._entries.get(id(distribution)), distribution.num_inducing_points
             # A point mass, or one that is not trained, has no entry.
-            part = distribution().mean if entry is None else mean_of(distribution, entry.current())
+            part = distribution().mean if entry is None else mean_of(distribution, entry.current)
             rows_of = projection[..., start : start + rows, :]
             mean = mean + (rows_of.mT @ part.to(projection.dtype).unsqueeze(-1)).squeeze(-1).to(mean.dtype)
             start += rows
@@ -302,7 +302,7 @@ class NaturalGradients:
         sums = Sums(*(part.contiguous() for part in data_sums(rows, slope, curvature, batch_shape, is_mean_field)))
         if self.reduce is not None:
             self.reduce(sums)
-        mean, asked, probe = mean_of(distribution, q), size, entry.probe
+        mean, asked, probe = mean_of(distribution, lambda: q), size, entry.probe
         for attempt in range(_MAX_HALVINGS + 1):
             mean_size = self._mean_size(size, fraction)
             if is_mean_field:

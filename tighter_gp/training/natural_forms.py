@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
@@ -12,6 +14,7 @@ from gpytorch.variational import (
 )
 from torch import Tensor
 
+from ..checks import checks_are_deferred
 from ..maths.linalg import triangular_inverse
 from ..maths.natural import NaturalParameters, reversed_factor
 
@@ -81,9 +84,12 @@ def write_distribution(distribution: _VariationalDistribution, q: NaturalParamet
         >>> bool(tighter_gp.training.natural_forms.write_distribution(distribution, q)), distribution.variational_mean.data
         (True, tensor([0.5000]))
     """
-    first, second, ok = parameter_values(type(distribution), q)
-    for parameter, value in zip(vector_and_matrix(distribution), (first, second), strict=True):
-        parameter.copy_(torch.where(ok, value.to(parameter.dtype), parameter))
+    *values, ok = parameter_values(type(distribution), q)
+    is_free_to_read = ok.device.type == "cpu" and not checks_are_deferred()
+    if is_free_to_read and not ok:
+        return ok
+    for parameter, value in zip(vector_and_matrix(distribution), values, strict=True):
+        parameter.copy_(value if is_free_to_read else torch.where(ok, value.to(parameter.dtype), parameter))
     return ok
 
 
@@ -114,12 +120,16 @@ def vector_and_matrix(distribution: _VariationalDistribution) -> tuple[Tensor, T
     return distribution.variational_mean, distribution.chol_variational_covar
 
 
-def mean_of(distribution: _VariationalDistribution, q: NaturalParameters) -> Tensor:
-    """The mean as the forward pass saw it."""
+def mean_of(distribution: _VariationalDistribution, current: Callable[[], NaturalParameters]) -> Tensor:
+    """The mean as the forward pass saw it.
+
+    :param distribution: The distribution.
+    :param current: Gives its natural parameters, for a form that has no mean of its own.
+    """
     vector, matrix = (parameter.detach() for parameter in vector_and_matrix(distribution))
     if isinstance(distribution, (CholeskyVariationalDistribution, MeanFieldVariationalDistribution)):
         return vector
-    factor = matrix.tril().double()
+    q, factor = current(), matrix.tril().double()
     if isinstance(distribution, NaturalVariationalDistribution):
         factor, _ = reversed_factor(q.precision)
     upper = torch.linalg.solve_triangular(factor.mT, q.linear.unsqueeze(-1), upper=True)
