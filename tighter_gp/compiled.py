@@ -65,7 +65,7 @@ class CompiledStep:
     :param mll: The objective, which has the model and the likelihood.
     :param optimizer: Updates the parameters; without one the gradients are left in ``.grad``.
     :param options: Passed to :func:`torch.compile`, such as ``backend=`` or ``mode=``. Without any, a CPU's step goes straight to
-        torch's Inductor, which takes a third of the time.
+        torch's Inductor, which takes less than half the time.
     :ivar torch.Tensor failed: Number of steps that were not taken, on the device of the model.
     :ivar bool is_compiled: Whether the last step was a compiled one.
 

@@ -14,10 +14,10 @@ from .problem import Problem
 log = logging.getLogger("tighter_gp")
 
 # Seconds that a step saves: what Python does around operations, and per entry of K_ZZ and K_ZX. Measured on one core with
-# (M, B) from (64, 256) to (1024, 4096), where 1.8 to 26 milliseconds were saved.
-_PER_STEP, _PER_ENTRY = 1.7e-3, 5e-9
+# (M, B) from (64, 256) to (1024, 4096), where 1.3 to 19 milliseconds were saved.
+_PER_STEP, _PER_ENTRY = 1.2e-3, 4e-9
 
-# Compiling took 10 seconds on that core. By torch.compile, as for any other device, it takes three times as long.
+# Compiling took 10 seconds on that core. By torch.compile, as for any other device, it took more than twice as long.
 _WORTH, _WORTH_ELSEWHERE = 15.0, 45.0
 
 
@@ -29,7 +29,7 @@ def seconds_saved(num_entries: int, steps: int) -> float:
 
     Example:
         >>> tighter_gp.training.compiling.seconds_saved(256 * (256 + 1024), steps=5000)
-        16.692
+        12.554
     """
     return round(steps * (_PER_STEP + _PER_ENTRY * num_entries), 3)
 
