@@ -343,7 +343,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="the compiled steps too, which take tens of seconds to compile (default: yes, but not with --smoke)",
+        help="the compiled steps too, which take seconds to compile (default: yes, but not with --smoke)",
     )
     parser.add_argument("--peers", action="store_true", help="add GPflow and GPJax (see `make peers`)")
     parser.add_argument("--peers-dir", type=Path, default=Path(".venv-peers"))

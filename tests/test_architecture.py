@@ -25,7 +25,7 @@ ROOMS = {
     "family": ("carrier", "conditionals", "inducing", "labels", "likelihoods"),
     "models": ("collapsed", "kernels", "mlls", "strategies"),
     "answers": ("diagnostics", "export", "full_data", "posterior", "predictions"),
-    "programs": ("compiled", "gplvm", "models", "training"),
+    "programs": ("compiled", "gplvm", "inductor", "models", "training"),
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp"}

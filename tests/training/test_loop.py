@@ -12,7 +12,7 @@ import torch
 import tighter_gp
 from tests.tools.support import Q_FORMS
 from tests.training.problems import M, N, data, parameters, problem
-from tighter_gp.training import fit, fitting, natural_steps
+from tighter_gp.training import fit, natural_steps
 from tighter_gp.training import steps as training_steps
 from tighter_gp.training.natural_compiled import CompiledNaturalStep
 from tighter_gp.training.optimizers import SCHEDULES
@@ -121,23 +121,6 @@ def test_compiled_natural_steps_train_as_eager_ones_do(monkeypatch, form):
         (step,) = made
         assert len(step._graphs) == 1
         assert None not in step._graphs.values()
-
-
-def test_compile_auto_follows_a_rule_of_steps_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", functools.partial(CompiledNaturalStep, backend="eager"))
-    x, y = data()
-    curves = []
-    with caplog.at_level("INFO", "tighter_gp"):
-        for threshold in (3, 4, 10**9):
-            monkeypatch.setattr(fitting, "_COMPILED_STEPS", threshold)
-            caplog.clear()
-            curves.append(fit(*problem(), x, y, steps=3, batch_size=40, compile="auto").loss)
-            said = [message for message in caplog.messages if message.startswith("steps are compiled")]
-            assert len(said) == int(threshold == 3)
-    assert curves[0] == pytest.approx(curves[1], rel=1e-8)
-    assert curves[1] == curves[2] == fit(*problem(), x, y, steps=3, batch_size=40).loss
-    with pytest.raises(ValueError, match="compile must be True, False or 'auto'; got 'yes'"):
-        fit(*problem(), x, y, steps=3, compile="yes")
 
 
 def test_a_compiled_natural_step_that_fails_is_taken_back_and_tried_again_eagerly(monkeypatch):

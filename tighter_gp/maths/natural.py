@@ -74,7 +74,7 @@ def reversed_factor(precision: Tensor) -> tuple[Tensor, Tensor]:
     """
     factor, info = torch.linalg.cholesky_ex(precision.flip(-1, -2))
     ok = (info == 0).all() & torch.isfinite(factor.diagonal(dim1=-1, dim2=-2)).all()
-    return factor.flip(-1, -2).mT, ok
+    return factor.mT.flip(-1, -2), ok  # in the order of its memory, which is by columns
 
 
 def lower_root(precision: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,14 +130,15 @@ def natural_step(
         >>> natural.natural_step(prior, sums, torch.zeros(1), size=1.0)
         NaturalParameters(precision=tensor([[4.]]), linear=tensor([1.]))
     """
-    gram, slope, mean = (tensor.to(q.precision.dtype) for tensor in (*sums, mean))
+    slope, mean = sums.slope.to(q.precision.dtype), mean.to(q.precision.dtype)
+    gram = sums.gram.to(q.precision.dtype, copy=True)  # fresh memory costs more than the sums: P is made in place
     if q.is_mean_field:
         precision = torch.lerp(q.precision, 1 + gram, size.to(q.precision) if isinstance(size, Tensor) else size)
         moved = mean + (size if mean_size is None else mean_size) * (slope - mean) / precision
         return NaturalParameters(precision, precision * moved)
-    precision = q.precision * (1 - size) + gram * size
-    precision.diagonal(dim1=-1, dim2=-2).add_(size)
     target = slope + (gram @ mean.unsqueeze(-1)).squeeze(-1)
+    precision = gram.lerp_(q.precision, (1 - size).to(gram) if isinstance(size, Tensor) else 1 - size)
+    precision.diagonal(dim1=-1, dim2=-2).add_(size)
     linear = q.linear * (1 - size) + target * size
     if mean_size is not None and not (isinstance(mean_size, float) and mean_size == size):
         linear = linear + (mean_size - size) * (slope - mean)
@@ -146,6 +147,8 @@ def natural_step(
 
 def sum_to(tensor: Tensor, batch_shape: torch.Size, inner: torch.Size) -> Tensor:
     """Sum over batch dimensions that q(u) does not have; those it has more of get copies."""
+    if tensor.shape == (*batch_shape, *inner):  # nearly always
+        return tensor
     extra = tensor.dim() - len(inner) - len(batch_shape)
     if extra > 0:
         tensor = tensor.sum(tuple(range(extra)))

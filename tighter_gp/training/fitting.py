@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 from gpytorch.likelihoods import Likelihood
-from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..arguments import check_arguments
 from ..checks import describe_hyperparameters
-from ..likelihoods.properties import is_sampled
 from ..mlls import TighterELBO
 from . import distributed
+from .compiling import compile_pays
 from .guard import Guard
 from .history import History, Step
 from .initialization import initialize as start_from_data
@@ -37,10 +36,6 @@ _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
 # Learning rate of Adam for q(u), and for parameters that are none of a GP.
 _ADAM_LR = 0.01
-
-# From how many steps on compiling them pays: with 256 inducing points and 1,024 points per batch, on one busy core, it took
-# some 50 seconds of the processor's time and saved 11 milliseconds per step.
-_COMPILED_STEPS = 5000
 
 log = logging.getLogger("tighter_gp")
 
@@ -146,8 +141,9 @@ def fit(
         log, but for the last.
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
-        seconds to minutes at the start. The short last batch of an epoch is taken eagerly, and so is a step that fails.
-        ``"auto"``: if the run is long enough for it to pay, by a rule of model and steps alone; the log says so.
+        some ten seconds at the start, and two where the same model has been compiled before, in any process. The short
+        last batch of an epoch is taken eagerly, and so is a step that fails.
+        ``"auto"``: if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
@@ -223,7 +219,7 @@ def fit(
         problem = Problem(model, likelihood, mll, source.num_data, seed)
         batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
         if compile == "auto":
-            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, steps)
+            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, steps, batch)
         step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, bool(compile), batch)
         plan = Plan(
             total=steps,
@@ -287,20 +283,6 @@ def _make_step(
 
     factor = make_schedule("cosine" if schedule == "recipe" else schedule)
     return AdamStep(problem, factor, make_optimizers, batch_size if compile else None), settings
-
-
-def compile_pays(problem: Problem, steps: int) -> bool:
-    """Whether a run is long enough for compiled steps, from the kind of model and the number of its steps alone.
-
-    So every process decides alike, and a run that is resumed as the one that was not interrupted.
-    """
-    # What is drawn on the way, or has sparse gradients, is not the same or not possible in a graph.
-    if is_sampled(problem.likelihood) or problem.needs_index or isinstance(problem.model, DeepGP):
-        return False
-    pays = steps >= _COMPILED_STEPS
-    if pays and distributed.rank() == 0:
-        log.info("steps are compiled: there are %d, and from %d on it pays", steps, _COMPILED_STEPS)
-    return pays
 
 
 def _hyperparameters(problem: Problem, error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
@@ -94,12 +96,16 @@ def vector_and_matrix(distribution: _VariationalDistribution) -> tuple[Tensor, T
     return distribution.variational_mean, distribution.chol_variational_covar
 
 
-def mean_of(distribution: _VariationalDistribution, q: NaturalParameters) -> Tensor:
-    """The mean as the forward pass saw it."""
+def mean_of(distribution: _VariationalDistribution, current: Callable[[], NaturalParameters]) -> Tensor:
+    """The mean as the forward pass saw it.
+
+    :param distribution: The distribution.
+    :param current: Gives its natural parameters, for a form that has no mean of its own.
+    """
     vector, matrix = (parameter.detach() for parameter in vector_and_matrix(distribution))
     if isinstance(distribution, (CholeskyVariationalDistribution, MeanFieldVariationalDistribution)):
         return vector
-    factor = matrix.tril().double()
+    q, factor = current(), matrix.tril().double()
     if isinstance(distribution, NaturalVariationalDistribution):
         factor, _ = reversed_factor(q.precision)
     upper = torch.linalg.solve_triangular(factor.mT, q.linear.unsqueeze(-1), upper=True)
