@@ -18,6 +18,7 @@ from gpytorch.kernels import (
     PeriodicKernel,
     PiecewisePolynomialKernel,
     RBFKernel,
+    RQKernel,
     ScaleKernel,
 )
 from gpytorch.means import ConstantMean, LinearMean
@@ -275,20 +276,22 @@ def test_blocks_see_the_features_of_the_step():
 # -- float32 ------------------------------------------------------------------------------------------------------------
 
 
-def wide_data(dtype):
+def wide_data(dtype, width=1000):
     generator = torch.Generator().manual_seed(4)
-    x = torch.rand(200, 1, generator=generator, dtype=torch.float64) * 1000
+    x = (torch.rand(200, 1, generator=generator, dtype=torch.float64) * width).float().double()
     y = torch.sin(x[:, 0]) + 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
     return x.to(dtype), y.to(dtype), x[:40].clone().to(dtype)
 
 
 @pytest.mark.parametrize("kind", ["collapsed", "sparse"])
 @pytest.mark.parametrize("outputscale", [1.0, 1000.0])
-def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale):
+@pytest.mark.parametrize("make", [lambda: MaternKernel(0.5), lambda: MaternKernel(1.5), RBFKernel, RQKernel])
+@pytest.mark.parametrize("width", [100, 300, 1000])
+def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale, make, width):
     values, slopes = {}, {}
     for dtype in (torch.float64, torch.float32):
-        x, y, z = wide_data(dtype)
-        kernel = ScaleKernel(MaternKernel(1.5)).to(dtype)
+        x, y, z = wide_data(dtype, width)
+        kernel = ScaleKernel(make()).to(dtype)
         kernel.outputscale, kernel.base_kernel.lengthscale = outputscale, 1.0
         likelihood = make_noise(0.1).to(dtype)
         if kind == "collapsed":
@@ -303,8 +306,21 @@ def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale):
     assert slopes[torch.float32] == pytest.approx(slopes[torch.float64], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(dtype):
+    x, y, _ = wide_data(dtype, 3000)
+    model = tighter_gp.CollapsedGP(x, y, x, ScaleKernel(MaternKernel(0.5)).to(dtype), make_noise(1e-3).to(dtype))
+    model.covar_module.outputscale = 1000.0
+    model.likelihood.noise = 1e-3
+    x = x.double()
+    covariance = 1000 * torch.exp(-(x - x.mT).abs() / model.covar_module.base_kernel.lengthscale.double())
+    noise = model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
+    prior = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance + noise)
+    assert model.bound().item() == pytest.approx(prior.log_prob(y.double()).item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
-    "make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=2), lambda: RBFKernel() + LinearKernel()]
+    "make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=0), lambda: RBFKernel() + LinearKernel()]
 )
 def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
     values, slopes = {}, {}
