@@ -185,9 +185,10 @@ def test_missing_targets_of_a_collapsed_model_count_for_nothing(bound):
         actual = tighter_gp.evaluate_bound(whole, whole.likelihood, P.x, y)
         q = tighter_gp.predict(whole, P.x)
         mll = gpytorch.mlls.ExactMarginalLogLikelihood(whole.likelihood, whole)
-        if bound != "titsias":
-            with pytest.raises(NotImplementedError, match="drop the rows whose target is missing"):
-                mll(whole(P.x), y)
+        with pytest.raises(NotImplementedError, match="drop the rows whose target is missing"):
+            mll(whole(P.x), y)
+        nobody = make(P.x, torch.full_like(y, torch.nan))
+        assert tighter_gp.evaluate_bound(nobody, nobody.likelihood, P.x, nobody.train_targets) == 0
     expected = tighter_gp.evaluate_bound(part, part.likelihood, P.x[~missing], P.y[~missing])
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(q.mean, tighter_gp.predict(part, P.x).mean)
@@ -197,6 +198,8 @@ def test_missing_targets_of_a_collapsed_model_count_for_nothing(bound):
     ):
         with pytest.raises(ValueError, match=r"3 of \d+ targets are NaN"):
             call()
+    with pytest.raises(ValueError, match="y holds NaN or infinity"):
+        tighter_gp.collapsed_bound(RBFKernel(), P.z, P.x, y, torch.tensor(0.1), bound=bound)
 
 
 @pytest.mark.parametrize(
