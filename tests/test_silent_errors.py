@@ -22,12 +22,16 @@ from gpytorch.kernels import (
     ScaleKernel,
 )
 from gpytorch.means import ConstantMean, LinearMean
-from gpytorch.variational import CholeskyVariationalDistribution, NaturalVariationalDistribution
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    MeanFieldVariationalDistribution,
+    NaturalVariationalDistribution,
+)
 from linear_operator.utils.warnings import NumericalWarning
 
 import tighter_gp
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
-from tests.tools.support import LargestOutput, double_problem, randomize_q
+from tests.tools.support import Q_FORMS, LargestOutput, double_problem, randomize_q
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -169,6 +173,16 @@ def test_a_kernel_with_a_cache_of_its_own_follows_its_parameters_in_eval_mode():
         expected = copied(x)
         torch.testing.assert_close(model(x).mean, expected.mean)
         torch.testing.assert_close(tighter_gp.predict(model, x).variance, expected.variance)
+
+
+@pytest.mark.parametrize("form", Q_FORMS)
+def test_q_of_a_training_step_follows_what_is_written_through_data(form):
+    model = make_gp(P.z, distribution=Q_FORMS[form], jitter_val=1e-4)
+    strategy = model.train().variational_strategy
+    model(P.x)
+    for parameter in strategy.distributions[0].parameters():
+        parameter.data.mul_(1.3)
+    torch.testing.assert_close(strategy.kl_divergence(), copy.deepcopy(model).variational_strategy.kl_divergence())
 
 
 # -- collapsed models ---------------------------------------------------------------------------------------------------
@@ -396,12 +410,26 @@ def test_the_jitter_is_reported_once_per_model_as_linear_operator_does(kind):
     assert [warning.category for warning in found] == [NumericalWarning]
 
 
-def test_pseudo_points_of_solve_gp_exist_and_its_training_step_is_traced():
-    q = [CholeskyVariationalDistribution(3), CholeskyVariationalDistribution(2)]
+@pytest.mark.parametrize("form", [CholeskyVariationalDistribution, MeanFieldVariationalDistribution])
+@pytest.mark.parametrize("kind", ["svgp", "solve_gp"])
+def test_pseudo_points_are_there_or_not_and_a_training_step_is_traced(kind, form):
+    q = [CholeskyVariationalDistribution(3), form(2)]
     make = lambda model: tighter_gp.SolveGPVariationalStrategy(model, P.z[:3], P.z[3:] + 0.1, *q)
-    model = GP(make, ScaleKernel(RBFKernel()))
+    model = (
+        GP(make, ScaleKernel(RBFKernel())) if kind == "solve_gp" else make_gp(P.z, distribution=form, jitter_val=1e-4)
+    )
     model(P.x)
-    assert hasattr(model.variational_strategy, "pseudo_points")
+    strategy = model.variational_strategy
+    for distribution in strategy.distributions:  # surer than the prior
+        getattr(distribution, "chol_variational_covar", distribution.variational_mean).data.mul_(0.5)
+    assert hasattr(strategy, "pseudo_points") == (form is CholeskyVariationalDistribution)
+    if hasattr(strategy, "pseudo_points"):
+        before = strategy.pseudo_points[1]
+        strategy.distributions[0].variational_mean.data.add_(1.0)
+        assert not torch.allclose(strategy.pseudo_points[1], before)  # none of other parameters
+    else:
+        with pytest.raises(NotImplementedError, match="need a CholeskyVariationalDistribution; got MeanField"):
+            strategy.get_fantasy_model(P.x, P.y)
 
     class MeanAndVariance(torch.nn.Module):
         def __init__(self, gp):

@@ -65,7 +65,9 @@ def collapsed_bound(
     _check_data(x, y, inducing_points)
     check_device(kernel, inducing_points.device, "The kernel is")
     check_device(y, inducing_points.device, "Targets are")
-    variances = noise.to(y.device) if isinstance(noise, Tensor) else torch.as_tensor(np.array(noise, dtype=np.float64)).to(y)
+    variances = (
+        noise.to(y.device) if isinstance(noise, Tensor) else torch.as_tensor(np.array(noise, dtype=np.float64)).to(y)
+    )
     variances = variances.expand(y.shape)
     projector = kernel_projector(kernel, inducing_points, variances, jitter_val)
     return chunked_bound(projector, x, y, variances, bound, chunk_size, [*kernel.parameters(), inducing_points, x])
