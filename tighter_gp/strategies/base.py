@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
@@ -17,8 +18,8 @@ from ..carrier import Carrier
 from ..checks import (
     check_device,
     check_inputs,
-    checks_are_deferred,
     describe_hyperparameters,
+    host_values,
     raise_if_not_finite,
     same_values,
 )
@@ -333,14 +334,19 @@ class _FirstHalf:
     def __init__(self, distribution: _VariationalDistribution) -> None:
         parameters = list(distribution.parameters())
         self.versions = _versions(parameters)
-        is_seen = not checks_are_deferred() and all(p.device.type == "cpu" for p in parameters)
-        self.values = [p.detach().clone() for p in parameters] if is_seen else []
+        self.values = [None if value is None else value.copy() for value in map(_seen, parameters)]
 
     def is_current(self, distribution: _VariationalDistribution) -> bool:
         """Whether the parameters are what they were."""
         parameters = list(distribution.parameters())
-        is_same = all(map(same_values, self.values, parameters[: len(self.values)]))
-        return self.versions == _versions(parameters) and is_same
+        if self.versions != _versions(parameters):
+            return False
+        pairs = zip(self.values, map(_seen, parameters), strict=True)
+        return all(known is None or value is None or np.array_equal(known, value) for known, value in pairs)
+
+
+def _seen(parameter: Tensor) -> np.ndarray | None:
+    return host_values(parameter) if parameter.device.type == "cpu" else None
 
 
 def _versions(parameters: list[Tensor]) -> tuple:
