@@ -151,3 +151,25 @@ def test_without_anything_near_it_says_what_there_is():
     ):
         check_arguments(["x"], likelihoods.BernoulliLikelihood())
     assert argument_names(likelihoods.BernoulliLikelihood(), dict) == set()
+
+
+def test_an_objective_called_directly_refuses_what_nobody_uses():
+    (x, y), (model, likelihood) = data(), problem()
+    for name, value in (("nois", 0.1), ("noises", torch.ones(N)), ("wieght", 1.0)):
+        with pytest.raises(TypeError, match=f"an objective got an unknown argument '{name}'.*takes per point: noise"):
+            tighter_gp.TighterELBO(likelihood, model, N)(model(x), y, **{name: value})
+    own = Counted()
+    with pytest.raises(TypeError, match="unknown argument 'weight'; did you mean 'weights'"):
+        tighter_gp.TighterELBO(own, model, N)(model(x), y, weight=2.0)
+    likelihood = likelihoods.FixedNoiseGaussianLikelihood(torch.ones(3))
+    value = tighter_gp.TighterELBO(likelihood, model, N)(model(x), y, noise=torch.ones(N))
+    assert torch.isfinite(value)
+
+
+@pytest.mark.parametrize("objective", [tighter_gp.TighterELBO, gpytorch.mlls.VariationalELBO])
+def test_the_objective_of_a_latent_variable_model_refuses_what_nobody_uses(objective):
+    targets = torch.randn(11, 3)
+    model = tighter_gp.gplvm.BayesianGPLVM.from_data(targets, latent_dim=2, num_inducing=4)
+    mll = model.objective(11, objective=objective)
+    with pytest.raises(TypeError, match="unknown argument 'num_sample'"):
+        mll(None, targets, num_sample=3)

@@ -107,6 +107,9 @@ def test_collapsed_gp_of_arrays(convert):
     torch.testing.assert_close(model.predict(convert(P.x)).variance, collapsed().predict(P.x).variance)
     value = tighter_gp.collapsed_bound(kernel(), convert(P.z), convert(P.x), convert(P.y), convert(NOISE))
     torch.testing.assert_close(value, tighter_gp.collapsed_bound(kernel(), P.z, P.x, P.y, NOISE))
+    expected = tighter_gp.collapsed_bound(kernel(), P.z, P.x, P.y, torch.tensor(0.3))
+    for noise in (0.3, np.float64(0.3), np.array(0.3)):
+        torch.testing.assert_close(tighter_gp.collapsed_bound(kernel(), P.z, P.x, P.y, noise), expected)
 
 
 def test_scores_take_arrays_and_single_rows_of_them(convert):

@@ -247,13 +247,26 @@ CHANGES = {
     "fixed noise replaced": lambda mll: setattr(mll.likelihood, "noise", torch.full((7,), 2.0)),
     "fixed noise in place": lambda mll: mll.likelihood.noise_covar.noise.fill_(2.0),
     "jitter": lambda mll: setattr(mll.model.variational_strategy, "jitter_val", 0.1),
+    "function": lambda mll: setattr(mll.model.mean_module, "warp", torch.exp),
+    "method": lambda mll: setattr(mll.model.mean_module, "forward", lambda x: x.sum(-1)),
+    "private list": lambda mll: mll.model.mean_module._weights.reverse(),
 }
+
+
+class Warped(gpytorch.means.Mean):
+    def __init__(self):
+        super().__init__()
+        self.warp, self._weights = torch.sin, [0.5, 1.0, 2.0]
+
+    def forward(self, x):
+        return self.warp(sum(weight * column for weight, column in zip(self._weights, x.unbind(-1), strict=True)))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_constant_makes_another_graph(change):
     mll, x, y = make()
     mll.likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((7,), 0.5))
+    mll.model.mean_module = Warped()
     step = tighter_gp.CompiledStep(mll, **EAGER)
     first = step(x, y)
     CHANGES[change](mll)
@@ -261,6 +274,8 @@ def test_a_changed_constant_makes_another_graph(change):
     assert step.is_compiled
     assert (second - first).abs() > 1e-3
     torch.testing.assert_close(second, -mll(mll.model(x), y).detach())
+    step(x, y)
+    assert len(step._graphs) == 2  # nothing else made another
 
 
 def test_tables_with_sparse_gradients_run_eagerly():

@@ -257,6 +257,19 @@ def test_a_poor_q_is_pointed_out_and_a_good_one_is_not():
         assert "gives away" not in diagnose(model, likelihood, p.x, p.y, blocks=blocks).advice
 
 
+@pytest.mark.parametrize("num_inducing", [5, 20, 40])
+def test_a_model_that_knows_a_few_targets_by_heart_has_learnt_the_mean(num_inducing):
+    """The lengthscale never moved: each inducing point reaches the point it lies on and no other."""
+    x = 1000 * torch.rand(200, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    y = torch.sin(x[:, 0] / 20)
+    model = tighter_gp.CollapsedGP(x, y, x[:num_inducing], kernel, make_noise(0.5))
+    diagnosis = diagnose(model, model.likelihood, x, y)
+    assert diagnosis.advice.startswith("The model has learnt the mean and no more")
+    kernel.base_kernel.lengthscale = 20.0
+    assert "learnt the mean" not in diagnose(model, model.likelihood, x, y).advice
+
+
 def test_errors_say_what_came():
     p = dense.problem()
     likelihood = likelihood_of(p)

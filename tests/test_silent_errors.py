@@ -18,15 +18,20 @@ from gpytorch.kernels import (
     PeriodicKernel,
     PiecewisePolynomialKernel,
     RBFKernel,
+    RQKernel,
     ScaleKernel,
 )
 from gpytorch.means import ConstantMean, LinearMean
-from gpytorch.variational import CholeskyVariationalDistribution, NaturalVariationalDistribution
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    MeanFieldVariationalDistribution,
+    NaturalVariationalDistribution,
+)
 from linear_operator.utils.warnings import NumericalWarning
 
 import tighter_gp
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
-from tests.tools.support import LargestOutput, double_problem, randomize_q
+from tests.tools.support import Q_FORMS, LargestOutput, double_problem, randomize_q
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -170,6 +175,16 @@ def test_a_kernel_with_a_cache_of_its_own_follows_its_parameters_in_eval_mode():
         torch.testing.assert_close(tighter_gp.predict(model, x).variance, expected.variance)
 
 
+@pytest.mark.parametrize("form", Q_FORMS)
+def test_q_of_a_training_step_follows_what_is_written_through_data(form):
+    model = make_gp(P.z, distribution=Q_FORMS[form], jitter_val=1e-4)
+    strategy = model.train().variational_strategy
+    model(P.x)
+    for parameter in strategy.distributions[0].parameters():
+        parameter.data.mul_(1.3)
+    torch.testing.assert_close(strategy.kl_divergence(), copy.deepcopy(model).variational_strategy.kl_divergence())
+
+
 # -- collapsed models ---------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +199,10 @@ def test_missing_targets_of_a_collapsed_model_count_for_nothing(bound):
         actual = tighter_gp.evaluate_bound(whole, whole.likelihood, P.x, y)
         q = tighter_gp.predict(whole, P.x)
         mll = gpytorch.mlls.ExactMarginalLogLikelihood(whole.likelihood, whole)
-        if bound != "titsias":
-            with pytest.raises(NotImplementedError, match="drop the rows whose target is missing"):
-                mll(whole(P.x), y)
+        with pytest.raises(NotImplementedError, match="drop the rows whose target is missing"):
+            mll(whole(P.x), y)
+        nobody = make(P.x, torch.full_like(y, torch.nan))
+        assert tighter_gp.evaluate_bound(nobody, nobody.likelihood, P.x, nobody.train_targets) == 0
     expected = tighter_gp.evaluate_bound(part, part.likelihood, P.x[~missing], P.y[~missing])
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(q.mean, tighter_gp.predict(part, P.x).mean)
@@ -196,6 +212,8 @@ def test_missing_targets_of_a_collapsed_model_count_for_nothing(bound):
     ):
         with pytest.raises(ValueError, match=r"3 of \d+ targets are NaN"):
             call()
+    with pytest.raises(ValueError, match="y holds NaN or infinity"):
+        tighter_gp.collapsed_bound(RBFKernel(), P.z, P.x, y, torch.tensor(0.1), bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -275,20 +293,22 @@ def test_blocks_see_the_features_of_the_step():
 # -- float32 ------------------------------------------------------------------------------------------------------------
 
 
-def wide_data(dtype):
+def wide_data(dtype, width=1000):
     generator = torch.Generator().manual_seed(4)
-    x = torch.rand(200, 1, generator=generator, dtype=torch.float64) * 1000
+    x = (torch.rand(200, 1, generator=generator, dtype=torch.float64) * width).float().double()
     y = torch.sin(x[:, 0]) + 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
     return x.to(dtype), y.to(dtype), x[:40].clone().to(dtype)
 
 
 @pytest.mark.parametrize("kind", ["collapsed", "sparse"])
 @pytest.mark.parametrize("outputscale", [1.0, 1000.0])
-def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale):
+@pytest.mark.parametrize("make", [lambda: MaternKernel(0.5), lambda: MaternKernel(1.5), RBFKernel, RQKernel])
+@pytest.mark.parametrize("width", [100, 300, 1000])
+def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale, make, width):
     values, slopes = {}, {}
     for dtype in (torch.float64, torch.float32):
-        x, y, z = wide_data(dtype)
-        kernel = ScaleKernel(MaternKernel(1.5)).to(dtype)
+        x, y, z = wide_data(dtype, width)
+        kernel = ScaleKernel(make()).to(dtype)
         kernel.outputscale, kernel.base_kernel.lengthscale = outputscale, 1.0
         likelihood = make_noise(0.1).to(dtype)
         if kind == "collapsed":
@@ -303,8 +323,21 @@ def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale):
     assert slopes[torch.float32] == pytest.approx(slopes[torch.float64], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(dtype):
+    x, y, _ = wide_data(dtype, 3000)
+    model = tighter_gp.CollapsedGP(x, y, x, ScaleKernel(MaternKernel(0.5)).to(dtype), make_noise(1e-3).to(dtype))
+    model.covar_module.outputscale = 1000.0
+    model.likelihood.noise = 1e-3
+    x = x.double()
+    covariance = 1000 * torch.exp(-(x - x.mT).abs() / model.covar_module.base_kernel.lengthscale.double())
+    noise = model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
+    prior = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance + noise)
+    assert model.bound().item() == pytest.approx(prior.log_prob(y.double()).item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
-    "make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=2), lambda: RBFKernel() + LinearKernel()]
+    "make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=0), lambda: RBFKernel() + LinearKernel()]
 )
 def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
     values, slopes = {}, {}
@@ -377,12 +410,26 @@ def test_the_jitter_is_reported_once_per_model_as_linear_operator_does(kind):
     assert [warning.category for warning in found] == [NumericalWarning]
 
 
-def test_pseudo_points_of_solve_gp_exist_and_its_training_step_is_traced():
-    q = [CholeskyVariationalDistribution(3), CholeskyVariationalDistribution(2)]
+@pytest.mark.parametrize("form", [CholeskyVariationalDistribution, MeanFieldVariationalDistribution])
+@pytest.mark.parametrize("kind", ["svgp", "solve_gp"])
+def test_pseudo_points_are_there_or_not_and_a_training_step_is_traced(kind, form):
+    q = [CholeskyVariationalDistribution(3), form(2)]
     make = lambda model: tighter_gp.SolveGPVariationalStrategy(model, P.z[:3], P.z[3:] + 0.1, *q)
-    model = GP(make, ScaleKernel(RBFKernel()))
+    model = (
+        GP(make, ScaleKernel(RBFKernel())) if kind == "solve_gp" else make_gp(P.z, distribution=form, jitter_val=1e-4)
+    )
     model(P.x)
-    assert hasattr(model.variational_strategy, "pseudo_points")
+    strategy = model.variational_strategy
+    for distribution in strategy.distributions:  # surer than the prior
+        getattr(distribution, "chol_variational_covar", distribution.variational_mean).data.mul_(0.5)
+    assert hasattr(strategy, "pseudo_points") == (form is CholeskyVariationalDistribution)
+    if hasattr(strategy, "pseudo_points"):
+        before = strategy.pseudo_points[1]
+        strategy.distributions[0].variational_mean.data.add_(1.0)
+        assert not torch.allclose(strategy.pseudo_points[1], before)  # none of other parameters
+    else:
+        with pytest.raises(NotImplementedError, match="need a CholeskyVariationalDistribution; got MeanField"):
+            strategy.get_fantasy_model(P.x, P.y)
 
     class MeanAndVariance(torch.nn.Module):
         def __init__(self, gp):

@@ -6,6 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -149,6 +150,7 @@ def _own_methods(cls: type) -> Iterator[Callable[..., Any]]:
                 yield vars(base)[name]
 
 
+@lru_cache(maxsize=256)  # an objective asks in every step
 def _used(function: Callable[..., Any]) -> set[str]:
     """Names of keyword arguments: those in the signature, and those under which ``**kwargs`` is looked into."""
     try:

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,10 +137,10 @@ def _state(*modules: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[st
 
 
 def plain_value(value: Any) -> Any:
-    """A number, a string, a list, a dict or an array as something to compare with later, also if it is changed in place;
-    None for anything else.
+    """A number, a string, a function, a list, a dict or an array as something to compare with later, also if it is changed
+    in place; None for anything else.
     """
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType)):
         return value
     if not isinstance(value, (tuple, list, dict, set, np.ndarray)):
         return None

@@ -16,7 +16,7 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from gpytorch import settings
+from gpytorch import Module, settings
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 from torch.func import functional_call
@@ -28,6 +28,9 @@ from .maths.linalg import full_precision
 from .settings import float32_factor
 
 Graph = Callable[..., Sequence[Tensor]]
+
+# What torch and GPyTorch keep in a module; the rest is its own.
+_OF_EVERY_MODULE = frozenset(vars(Module())) | {"_memoize_cache"}
 
 
 class Loss(torch.nn.Module):
@@ -201,7 +204,7 @@ class CompiledStep:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield id(value), value._version
-                elif isinstance(value, (bool, int, float, str)) or not name.startswith("_"):
+                elif name not in _OF_EVERY_MODULE:
                     yield name, plain_value(value)
 
     def _capture(

@@ -210,6 +210,8 @@ def num_rows(x: Any) -> int:
         >>> tighter_gp.data.num_rows(torch.zeros(3, 5, 2)), tighter_gp.data.num_rows(torch.zeros(7))
         (5, 7)
     """
+    if not isinstance(x, (Tensor, np.ndarray)):
+        raise TypeError(f"x must be a tensor or a numpy array; got {type(x).__name__}.")
     return int(x.shape[0] if x.ndim == 1 else x.shape[-2]) if x.ndim else 0
 
 

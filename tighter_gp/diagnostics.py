@@ -44,6 +44,9 @@ _NEGLIGIBLE = 0.01
 # Error over standard deviation of the targets from which on a model has learnt the mean alone.
 _MEAN_ONLY = 0.98
 
+# Share of the prior variance from which on the inducing points say nothing of a point.
+_UNEXPLAINED = 0.9
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -66,7 +69,8 @@ class Diagnosis:
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
-    :ivar float misfit: Root mean squared error on the training targets, over their standard deviation.
+    :ivar float misfit: Root mean squared error on the training targets, over their standard deviation. Where the inducing
+        points reach hardly more points than they are, that of the others: a target may be known by heart.
 
     Example:
         >>> diagnosis = tighter_gp.diagnose(model, likelihood, train_x, train_y)
@@ -280,15 +284,21 @@ def _collapsed(
     gram, linear, residual = gathered(posterior.projector, x, y, noise, likelihood, batch_size)
     widths = torch.stack([torch.ones_like(residual.sum()), 1 + (residual / noise).sum()])  # 1 and 1 + t
     core = collapse(gram / widths.view(2, 1, 1), linear / widths.view(2, 1))
-    misfit, squares = torch.zeros_like(widths), torch.zeros_like(widths)
+    misfit = torch.zeros_like(widths)
+    squares, explained = torch.empty_like(residual), torch.empty_like(residual)
     for rows in chunks(len(y), batch_size):
         points = posterior.projector(x[rows])
+        explained[rows] = points.matrix.square().sum(-2).to(explained)
         left = (y[rows] - points.mean).double() - core.weights @ points.matrix
-        misfit, squares = misfit + (left.square() / noise[rows]).sum(-1), squares + left.square().sum(-1)
+        misfit, squares[rows] = misfit + (left.square() / noise[rows]).sum(-1), left[0].square()
     quadratic = misfit / widths + core.weights.square().sum(-1)
     base, upper = collapsed_log_prob(quadratic, core.log_det[0], noise.log().sum(), len(y))
-    spread = (y.double() - y.double().mean()).square().sum()
-    return base, upper, residual, (squares[0] / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().item()
+    spread, tiny = (y.double() - y.double().mean()).square(), torch.finfo(torch.float64).tiny
+    counts = residual >= _UNEXPLAINED * (residual + explained)
+    if (~counts).sum() > 2 * posterior.projector.num_inducing or not counts.any():
+        counts = torch.ones_like(counts)
+    error = (squares[counts].sum() / spread[counts].sum().clamp_min(tiny)).sqrt()
+    return base, upper, residual, error.item()
 
 
 def _labels(posterior: Posterior, x: Rows, blocks: Tensor | int | None) -> Tensor | None:

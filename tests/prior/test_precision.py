@@ -5,7 +5,14 @@ from __future__ import annotations
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import LinearKernel, PeriodicKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
+from gpytorch.kernels import (
+    LinearKernel,
+    PeriodicKernel,
+    PiecewisePolynomialKernel,
+    RBFKernel,
+    ScaleKernel,
+    SpectralMixtureKernel,
+)
 
 from tighter_gp.prior.precision import (
     covariance_block,
@@ -139,6 +146,12 @@ def test_a_jitter_covers_rounding_up_to_a_spread_of_the_inputs():
     assert covers_rounding(1e-4, torch.ones(1), torch.float64, spread=150.0**2)
 
 
+def test_derivatives_of_a_collapsed_bound_ask_for_more():
+    assert covers_rounding(1e-2, torch.ones(1), torch.float32, spread=100.0**2)
+    assert not covers_rounding(1e-2, torch.ones(1), torch.float32, spread=100.0**2, is_collapsed=True)
+    assert covers_rounding(1e-2, torch.ones(1), torch.float32, spread=30.0**2, is_collapsed=True)
+
+
 @pytest.mark.parametrize(
     ("noise", "variance", "correlation", "expected"),
     [
@@ -163,5 +176,10 @@ def test_the_spread_of_a_kernel_that_is_not_lowered_is_in_its_smallest_unit():
     mixture.initialize(mixture_means=torch.tensor([[[0.1, 0.2]], [[3.0, 0.3]]]))
     for kernel, factor in ((ScaleKernel(periodic), 2.0), (periodic + rbf, 10.0), (mixture, 3.0)):
         torch.testing.assert_close(unlowered_spread(kernel(x)), torch.tensor(16 * 25 * factor**2))
+    # With a kink where inputs coincide: .5 spread eps is the root of what it is without.
+    kinked = PiecewisePolynomialKernel(q=0)
+    kinked.lengthscale = 1.0
+    error = 0.5 * unlowered_spread(kinked(x)) * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(error, torch.tensor(16 * 25 * torch.finfo(x.dtype).eps).sqrt())
     assert unlowered_spread(LinearKernel()(x)) == 0
     assert unlowered_spread(rbf(x).evaluate_kernel()) == 0

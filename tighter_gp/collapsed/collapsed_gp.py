@@ -14,7 +14,7 @@ from gpytorch.means import Mean, ZeroMean
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..checks import ModuleState, check_device, check_dims, describe_hyperparameters, raise_if_not_finite
+from ..checks import ModuleState, check_device, check_dims, describe_hyperparameters, host_values, raise_if_not_finite
 from ..data import Rows, as_tensor, input_rows, reference
 from ..likelihoods.properties import gaussian_noise, is_gaussian
 from ..maths.bounds import PENALTIES, check_bound
@@ -62,10 +62,12 @@ def collapsed_bound(
     like = reference(kernel)
     x, inducing_points = as_tensor(x, like, "x", is_input=True), as_tensor(inducing_points, like, "Z", is_input=True)
     y = as_tensor(y, like)
-    _check_shapes(x, y, inducing_points)
+    _check_data(x, y, inducing_points)
     check_device(kernel, inducing_points.device, "The kernel is")
     check_device(y, inducing_points.device, "Targets are")
-    variances = noise.to(y.device) if isinstance(noise, Tensor) else as_tensor(np.asarray(noise), y, "noise")
+    variances = (
+        noise.to(y.device) if isinstance(noise, Tensor) else torch.as_tensor(np.array(noise, dtype=np.float64)).to(y)
+    )
     variances = variances.expand(y.shape)
     projector = kernel_projector(kernel, inducing_points, variances, jitter_val)
     return chunked_bound(projector, x, y, variances, bound, chunk_size, [*kernel.parameters(), inducing_points, x])
@@ -93,11 +95,15 @@ def kernel_projector(
     )
 
 
-def _check_shapes(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
+def _check_data(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
     if y.shape != x.shape[:-1] or x.dim() != 2:
         raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
     if inducing_points.dim() != 2 or inducing_points.size(-1) != x.size(-1):
         raise ValueError(f"Expected inducing points M x {x.size(-1)}, like x; got {tuple(inducing_points.shape)}.")
+    for name, tensor in (("x", x), ("y", y)):
+        values = host_values(tensor)
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError(f"{name} holds NaN or infinity; drop or impute these rows.")
 
 
 class CollapsedGP(Module):
@@ -150,10 +156,7 @@ class CollapsedGP(Module):
             as_tensor(inducing_points, like, "Z", is_input=True),
         )
         y = as_tensor(y, like)
-        _check_shapes(x, y, inducing_points)
-        for name, tensor in (("x", x), ("y", y)):
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} holds NaN or infinity; drop or impute these rows.")
+        _check_data(x, y, inducing_points)
         self.register_buffer("train_x", x, persistent=False)
         self.register_buffer("train_y", y, persistent=False)
         self.inducing_points = torch.nn.Parameter(inducing_points.clone())

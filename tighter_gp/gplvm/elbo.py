@@ -13,6 +13,7 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal
 
+from ..arguments import check_arguments
 from ..conditionals import PerPoint
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..data import Rows, reference
@@ -115,6 +116,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         """Sums over points, one value per output."""
         if self.is_tighter:
             return data_terms(self.likelihood, q_f, target, mask=mask, beta=self.beta, **kwargs)
+        check_arguments(kwargs, self.likelihood)
         log_prob = self.likelihood.expected_log_prob(target if mask is None else filled(target, mask), q_f, **kwargs)
         log_prob = log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
         return DataTerms(log_prob.sum(-1), torch.zeros_like(log_prob[..., 0]))

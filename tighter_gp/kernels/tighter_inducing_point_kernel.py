@@ -200,6 +200,8 @@ class TighterInducingPointKernel(InducingPointKernel):
                 "to the price of what it leaves. Put the other kernel inside: "
                 "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood)."
             )
+        if self.training and self.bound == "titsias":
+            _refuse_missing()  # GPyTorch's own term would let every row pay
         if not self.training or self.bound == "titsias":
             return super().forward(x1, x2, diag=diag, **kwargs)
         if not torch.equal(x1, x2):

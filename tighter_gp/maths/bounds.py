@@ -53,7 +53,8 @@ def spherical_penalty(residual: Tensor, noise: Tensor) -> Tensor:
         >>> tighter_gp.bounds.spherical_penalty(residual, noise)
         tensor(0.6931)
     """
-    return 0.5 * residual.size(-1) * torch.log1p((residual / noise).mean(-1))
+    count = residual.size(-1)
+    return 0.5 * count * torch.log1p((residual / noise).sum(-1) / max(count, 1))
 
 
 def log_penalty(residual: Tensor, noise: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
+from ..arguments import check_arguments
 from ..carrier import Carrier, iter_carriers
 from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
@@ -92,6 +93,8 @@ def carried_terms(
     **kwargs: Any,
 ) -> DataTerms:
     """:func:`data_terms` of a q(f) whose carrier is known."""
+    if kwargs:
+        check_arguments(kwargs, likelihood)
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)

@@ -71,13 +71,6 @@ def _rbf(squared: Tensor) -> tuple[Tensor, Tensor, float]:
     return value, value, -0.5
 
 
-def _matern12(squared: Tensor) -> tuple[Tensor, Tensor, float]:
-    distance = squared.sqrt_()
-    value = distance.neg().exp_()
-    # At zero distance there is a kink; the mean of its one-sided slopes is zero.
-    return value, torch.where(distance > 0, value / distance, torch.zeros_like(value)), -0.5
-
-
 def _matern32(squared: Tensor) -> tuple[Tensor, Tensor, float]:
     distance = squared.sqrt_().mul_(math.sqrt(3))
     decay = distance.neg().exp_()
@@ -93,7 +86,6 @@ def _matern52(squared: Tensor) -> tuple[Tensor, Tensor, float]:
 
 _PROFILES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, float]]] = {
     "rbf": _rbf,
-    "matern12": _matern12,
     "matern32": _matern32,
     "matern52": _matern52,
 }
@@ -231,7 +223,9 @@ def _constant_variance(values: Values, x: Tensor) -> Tensor:
     return one.expand(*torch.broadcast_shapes(one.shape[:-1], batch), x.size(-2))
 
 
-_STATIONARY = (kernels.RBFKernel, kernels.MaternKernel)
+def _is_smooth(kernel: Kernel) -> bool:
+    """Whether a kernel is a function of the squared distance that is linear near zero."""
+    return type(kernel) is kernels.RBFKernel or (type(kernel) is kernels.MaternKernel and kernel.nu > 0.5)
 
 
 def _lower_stationary(kernel: Kernel) -> LoweredKernel:
@@ -248,6 +242,17 @@ def _lower_stationary(kernel: Kernel) -> LoweredKernel:
 # ---------------------------------------------------------------------------------------------------------------------
 # The others, and compositions
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _lower_exponential(kernel: Kernel) -> LoweredKernel:
+    """Matérn-1/2, whose kink makes the error of a distance that of its square's root: distances come from differences."""
+
+    def covariance(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
+        first, second = scaled(x1, x2, values[0])
+        second = first if second is None else second
+        return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist").neg().exp()
+
+    return LoweredKernel((Leaf(kernel, "lengthscale"),), covariance, _constant_variance, _spread)
 
 
 def _lower_rational_quadratic(kernel: Kernel) -> LoweredKernel:
@@ -291,7 +296,7 @@ def _lower_scale(kernel: Kernel) -> LoweredKernel | None:
     if base is None:
         return None
     leaves = (*base.leaves, Leaf(kernel, "outputscale"))
-    if type(kernel.base_kernel) in _STATIONARY:
+    if _is_smooth(kernel.base_kernel):
         # Takes the scale into the same pass over the matrix.
         return base._replace(leaves=leaves)
     return LoweredKernel(
@@ -347,8 +352,10 @@ def lower(kernel: Kernel, *, ignore_active_dims: bool = False) -> LoweredKernel 
     """
     kind = type(kernel)
     lowered: LoweredKernel | None
-    if kind in _STATIONARY:
+    if _is_smooth(kernel):
         lowered = _lower_stationary(kernel)
+    elif kind is kernels.MaternKernel:
+        lowered = _lower_exponential(kernel)
     elif kind is kernels.RQKernel:
         lowered = _lower_rational_quadratic(kernel)
     elif kind is kernels.LinearKernel:

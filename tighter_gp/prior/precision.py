@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpytorch import kernels
 from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense
@@ -20,6 +21,24 @@ _LEAST_JITTER = 256
 # How much steeper a kernel that is not lowered may be in the squared distance than those that are.
 _UNKNOWN_PROFILE = 16
 
+# How much more than a collapsed bound its derivative in a lengthscale suffers from errors of squared distances: it is
+# often a small sum of large terms. Found by trying kernels, widths and noises.
+_DERIVATIVES = 32
+
+# Kernels known to have no kink where two inputs coincide; of one that nobody knows the worst is assumed.
+_SMOOTH = (
+    kernels.AdditiveKernel,
+    kernels.CosineKernel,
+    kernels.LinearKernel,
+    kernels.PeriodicKernel,
+    kernels.PolynomialKernel,
+    kernels.ProductKernel,
+    kernels.RBFKernel,
+    kernels.RQKernel,
+    kernels.ScaleKernel,
+    kernels.SpectralMixtureKernel,
+)
+
 
 def jitter_suffices(jitter: float, dtype: torch.dtype) -> bool:
     """Whether a jitter may be enough for a precision; :func:`covers_rounding` looks at the values too."""
@@ -27,7 +46,12 @@ def jitter_suffices(jitter: float, dtype: torch.dtype) -> bool:
 
 
 def covers_rounding(
-    tolerance: Tensor | float, variance: Tensor, dtype: torch.dtype, spread: Tensor | float = 0.0
+    tolerance: Tensor | float,
+    variance: Tensor,
+    dtype: torch.dtype,
+    spread: Tensor | float = 0.0,
+    *,
+    is_collapsed: bool = False,
 ) -> Tensor:
     r"""Whether an error that does no harm is larger than what rounding makes of covariances.
 
@@ -38,8 +62,10 @@ def covers_rounding(
     :param variance: Prior variances; the largest counts.
     :param dtype: The precision in which the covariances are evaluated.
     :param spread: Largest squared norm of the inputs in lengthscales.
+    :param is_collapsed: Whether the tolerance is that of a collapsed bound, whose derivatives suffer more.
     """
-    return (8 + 0.5 * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
+    slope = 0.5 * _DERIVATIVES if is_collapsed else 0.5
+    return (8 + slope * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
 
 
 @torch.no_grad()
@@ -57,7 +83,15 @@ def unlowered_spread(covar: LinearOperator) -> Tensor | float:
     factors += [frequency.amax() for frequency in frequencies if isinstance(frequency, Tensor)]
     if not factors:
         return 0.0
-    return _UNKNOWN_PROFILE * (covar.x1 * torch.stack(factors).amax().to(covar.x1.dtype)).square().sum(-1).amax()
+    spread = _UNKNOWN_PROFILE * (covar.x1 * torch.stack(factors).amax().to(covar.x1.dtype)).square().sum(-1).amax()
+    if all(_is_smooth(module) for module in modules):
+        return spread
+    # With a kink the error of a covariance is the root of that of a squared distance.
+    return 2 * (spread / torch.finfo(spread.dtype).eps).sqrt()
+
+
+def _is_smooth(kernel: Kernel) -> bool:
+    return type(kernel) in _SMOOTH or (type(kernel) is kernels.MaternKernel and kernel.nu > 0.5)
 
 
 def noise_tolerance(factor: Tensor, noise: Tensor | float) -> Tensor:

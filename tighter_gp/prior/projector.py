@@ -256,7 +256,7 @@ class Projector:
         spread, least = prior.spread, self.least_spread
         if isinstance(least, Tensor):
             spread = least if not isinstance(spread, Tensor) else spread.clamp_min(least)
-        return covers_rounding(tolerance, variance, dtype, spread)
+        return covers_rounding(tolerance, variance, dtype, spread, is_collapsed=self.noise is not None)
 
     def _jittered(self, inducing_covar: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is None:

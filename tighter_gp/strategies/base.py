@@ -6,15 +6,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
-from gpytorch.variational import VariationalStrategy, _VariationalDistribution
+from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import TriangularLinearOperator
 from torch import Tensor
 
 from ..carrier import Carrier
-from ..checks import check_device, check_inputs, describe_hyperparameters, raise_if_not_finite, same_values
+from ..checks import (
+    check_device,
+    check_inputs,
+    describe_hyperparameters,
+    host_values,
+    raise_if_not_finite,
+    same_values,
+)
 from ..conditionals import Conditional, make_conditional
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..maths.fused import fused_kl, fused_moments
@@ -61,13 +69,13 @@ class TighterStrategy(VariationalStrategy):
         return super().train(mode)
 
     # -- caches -------------------------------------------------------------------------------------------------------
-    # A cached value is used only for the very tensors it was computed from, compared by value in eval mode (GPyTorch's
-    # setters write through `.data`, which no version counter sees) and by version between the two halves of a training
-    # step. Nothing cached holds a graph, so a second backward pass, deepcopy and pickle all work.
+    # A cached value is used only for the very tensors it was computed from, compared by value (GPyTorch's setters write
+    # through `.data`, which no version counter sees); between the two halves of a training step by version alone where
+    # a look at values would be a wait. Nothing cached holds a graph, so a second backward pass, deepcopy and pickle all work.
 
     def _empty_caches(self) -> None:
         self._factor_cache = FactorCache()
-        self._q_cache: dict[str, tuple[tuple, Any]] = {}
+        self._q_cache: dict[str, tuple[Any, Any]] = {}
 
     def _clear_cache(self) -> None:
         super()._clear_cache()
@@ -104,20 +112,13 @@ class TighterStrategy(VariationalStrategy):
 
     def _whitened_part(self, part: int) -> Whitened:
         distribution, name = self.distributions[part], f"{part}, whitened"
-        key = self._training_key(distribution) if self.training else None
         known, q = self._q_cache.get(name, (None, None))
-        if q is None or key is None or known != key:
+        if q is None or not self.training or not known.is_current(distribution):
             q = parameters_of(distribution)
             q = to_whitened(self._cached_q(part)) if q is None else q
-            if key is not None:
-                self._q_cache[name] = (key, q)
+            if self.training:
+                self._q_cache[name] = (_FirstHalf(distribution), q)
         return q
-
-    @staticmethod
-    def _training_key(distribution: _VariationalDistribution) -> tuple:
-        """By version: for the two halves of a training step."""
-        parameters = ((p.data_ptr(), p._version, p.requires_grad) for p in distribution.parameters())
-        return (torch.is_grad_enabled(), *parameters)
 
     def whitened(self) -> Whitened:
         """q(w) as tensors."""
@@ -137,20 +138,18 @@ class TighterStrategy(VariationalStrategy):
     def _cached_q(self, part: int) -> Distribution:
         distribution = self.distributions[part]
         parameters = tuple(distribution.parameters())
-        if self.training:
-            key = self._training_key(distribution)
-            same: Callable[[tuple], bool] = lambda known: known == key
-        elif torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+        if not self.training and torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return distribution()
-        else:
-            key = parameters
-            same = lambda known: all(map(same_values, known, parameters))
         # The two modes have keys of their own, and tensors made in inference mode are of no use outside it.
         name = f"{part}, training={self.training}, inference={torch.is_inference_mode_enabled()}"
         known, q = self._q_cache.get(name, (None, None))
-        if known is None or q is None or not same(known):
+        if self.training:
+            is_same = known is not None and known.is_current(distribution)
+        else:
+            is_same = known is not None and all(map(same_values, known, parameters))
+        if not is_same:
             q = distribution()
-            known = key if self.training else tuple(p.detach().clone() for p in parameters)
+            known = _FirstHalf(distribution) if self.training else tuple(p.detach().clone() for p in parameters)
             self._q_cache[name] = (known, q)
         return q
 
@@ -294,9 +293,23 @@ class TighterStrategy(VariationalStrategy):
         variance = explained + (residual if scale is None else scale * residual)
         return Carrier(variance, dense, explained, residual, self, index, blocks)
 
+    # -- pseudo-data, for fantasies ---------------------------------------------------------------------------------------
+
+    @property
+    def pseudo_points(self) -> tuple[Tensor, Tensor]:
+        """As in GPyTorch, at the parameters of the moment; for another q(u) than a Cholesky factor there are none."""
+        self._check_pseudo_points(AttributeError)  # which hasattr and torch.jit.trace understand
+        self._clear_cache()  # GPyTorch keeps those of the parameters it saw first
+        return super().pseudo_points
+
     def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._clear_cache()  # GPyTorch keeps the pseudo-points of the parameters it saw first
+        self._check_pseudo_points(NotImplementedError)
         return super().get_fantasy_model(inputs, targets, *args, **kwargs)
+
+    def _check_pseudo_points(self, kind: type[Exception]) -> None:
+        for distribution in self.distributions:
+            if not isinstance(distribution, CholeskyVariationalDistribution):
+                raise kind(f"Fantasy models need a CholeskyVariationalDistribution; got {type(distribution).__name__}.")
 
     def _check_shapes(self, x: Tensor) -> None:
         inducing, q_shape = self.inducing_points, self._variational_distribution.batch_shape
@@ -310,6 +323,34 @@ class TighterStrategy(VariationalStrategy):
                 f"Batch shapes do not broadcast: inputs {tuple(x.shape[:-2])}, inducing points "
                 f"{tuple(inducing.shape[:-2])}, variational distribution {tuple(q_shape)}."
             ) from None
+
+
+class _FirstHalf:
+    """The parameters of q(u) in the first half of a training step, for the second to ask whether they still are those.
+
+    By version, and by value where it costs no wait for a device and the step does not look at its flags later.
+    """
+
+    def __init__(self, distribution: _VariationalDistribution) -> None:
+        parameters = list(distribution.parameters())
+        self.versions = _versions(parameters)
+        self.values = [None if value is None else value.copy() for value in map(_seen, parameters)]
+
+    def is_current(self, distribution: _VariationalDistribution) -> bool:
+        """Whether the parameters are what they were."""
+        parameters = list(distribution.parameters())
+        if self.versions != _versions(parameters):
+            return False
+        pairs = zip(self.values, map(_seen, parameters), strict=True)
+        return all(known is None or value is None or np.array_equal(known, value) for known, value in pairs)
+
+
+def _seen(parameter: Tensor) -> np.ndarray | None:
+    return host_values(parameter) if parameter.device.type == "cpu" else None
+
+
+def _versions(parameters: list[Tensor]) -> tuple:
+    return (torch.is_grad_enabled(), *((p.data_ptr(), p._version, p.requires_grad) for p in parameters))
 
 
 def _negative_log_density(mean: Tensor) -> Tensor:

@@ -161,12 +161,6 @@ class SolveGPVariationalStrategy(TighterStrategy):
 
     def _joined(self) -> VariationalStrategy:
         """GPyTorch's strategy on both sets of points with the same q(f)."""
-        for distribution in self.distributions:
-            if not isinstance(distribution, CholeskyVariationalDistribution):
-                raise NotImplementedError(
-                    "Fantasy models need a CholeskyVariationalDistribution for both q(u) and q(v); "
-                    f"got {type(distribution).__name__}."
-                )
         points, q = self.all_points(), self.whitened()
         joint = CholeskyVariationalDistribution(points.size(-2), self._variational_distribution.batch_shape).to(points)
         joint.variational_mean.data.copy_(q.mean)
@@ -178,10 +172,12 @@ class SolveGPVariationalStrategy(TighterStrategy):
     @property
     def pseudo_points(self) -> tuple[Tensor, Tensor]:
         """Pseudo-data at both sets of points."""
+        self._check_pseudo_points(AttributeError)
         return self._joined().pseudo_points
 
     def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in GPyTorch, an exact GP on pseudo-data and the new points: pseudo-data at both sets of points."""
+        self._check_pseudo_points(NotImplementedError)
         return self._joined().get_fantasy_model(inputs, targets, *args, **kwargs)
 
 
