@@ -116,6 +116,7 @@ BLOCKS: dict[str, Block] = {
     "commands": lambda: report.commands(published()),
     "steps": lambda: steps(_lines("speed")),
     "speed": lambda: speed_tables.table(_lines("speed")),
+    "fit-speed": lambda: speed_tables.fit_table(_lines("speed")),
     "quality-picture": lambda: time_to_quality.headline(_lines("quality"), PUBLISHED / "quality"),
     "quality": lambda: time_to_quality.section(_lines("quality"), PUBLISHED / "quality"),
     "recipes": lambda: recipe_differences(_lines("recipes")),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tighter_gp
 
+from . import fit_steps
 from .errors import UserError
 from .options import writable_folder
 from .runs import append_result, environment, peak_memory_mb, read_results, reset_peak_memory
@@ -31,7 +32,8 @@ SMOKE = ((16, 32), (32, 32))
 NUM_DATA = 100_000
 NUM_DIMS = 8
 
-PARTS = ("grid", "scaling", "prediction", "collapsed")
+PEERS = ("gpflow", "gpjax")
+PARTS = ("grid", "fit", "scaling", "prediction", "collapsed")
 
 INTERRUPTED = "what was measured is kept in {out}/speed.jsonl; --parts measures the rest"
 
@@ -317,13 +319,19 @@ def collapsed(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _peer(name: str, folder: Path) -> Path:
+    """The interpreter of a peer's environment."""
+    python = folder / name / "bin" / "python"
+    if not python.exists():
+        raise UserError(f"{name} is not installed in {folder}: run `make peers`, or give --peers-dir.")
+    return python
+
+
 def peer_times(grid: tuple[tuple[int, int], ...], folder: Path) -> list[dict[str, Any]]:
     """Steps of GPflow and GPJax, each in an environment of its own (``make peers``)."""
     lines = []
-    for name in ("gpflow", "gpjax"):
-        python = folder / name / "bin" / "python"
-        if not python.exists():
-            raise UserError(f"{name} is not installed in {folder}: run `make peers`, or give --peers-dir.")
+    for name in PEERS:
+        python = _peer(name, folder)
         script = Path(__file__).parent / "peers" / f"{name}_step.py"
         run = subprocess.run([str(python), str(script), json.dumps(grid)], capture_output=True, text=True, check=False)
         if run.returncode:
@@ -354,15 +362,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, print the table, write lines and figure."""
     folder = writable_folder(args.out)
+    if args.peers:
+        for name in PEERS:
+            _peer(name, args.peers_dir)
     grid = SMOKE if args.smoke else (*GRID, *(LARGE if args.large else ()))
     if args.compile is None:
         args.compile = not args.smoke
     if args.smoke:
         args.repeats = 3
     path = folder / "speed.jsonl"
-    replaced = {
-        "speed" if part == "grid" else f"speed {part}" for part in (*args.parts, *(["peers"] if args.peers else []))
-    }
+    parts = [*args.parts, *(["peers"] if args.peers else []), *(["compiling"] if "fit" in args.parts else [])]
+    replaced = {"speed" if part == "grid" else f"speed {part}" for part in parts}
     kept = [line for line in read_results(path) if line["experiment"] not in replaced] if path.exists() else []
     path.unlink(missing_ok=True)
     for line in kept:
@@ -375,6 +385,12 @@ def run(args: argparse.Namespace) -> None:
         line = time_grid_point(num_inducing, batch_size, args)
         keep(line)
         print(row(line), flush=True)
+    for point in grid if "fit" in args.parts else ():
+        line = fit_steps.measure(*point, args)
+        keep(line)
+        print(f"fit {row(line)}", flush=True)
+    if "fit" in args.parts and args.compile and args.device == "cpu":
+        keep(fit_steps.compiling(*(grid[0] if args.smoke else fit_steps.COMPILED_AT)))
     for line in [
         *(scaling(args) if "scaling" in args.parts else ()),
         *([prediction(args)] if "prediction" in args.parts else ()),

@@ -37,7 +37,8 @@ def row(line: dict[str, Any]) -> str:
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: medians, the ratio to GPyTorch, and geometric means."""
     points = [line for line in lines if line["experiment"] == "speed"]
-    others = [f"- {sentence(line)}" for line in lines if line["experiment"] not in ("speed", "speed peers")]
+    apart = ("speed", "speed peers", "speed fit", "speed compiling")
+    others = [f"- {sentence(line)}" for line in lines if line["experiment"] not in apart]
     if not points:
         return "\n".join(others)
     methods = list(points[0]["milliseconds"])
@@ -58,6 +59,28 @@ def table(lines: list[dict[str, Any]]) -> str:
         summary.append(f"{method} {statistics.geometric_mean(ratios):.2f}")
     rows += ["", f"Geometric mean of the ratio to GPyTorch's SVGP: {'; '.join(summary)}."]
     rows += ["", *others] if others else []
+    return "\n".join(rows)
+
+
+def fit_table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: steps of ``fit``, what natural gradients add to Adam, and what compiling takes."""
+    points = [line for line in lines if line["experiment"] == "speed fit"]
+    if not points:
+        return ""
+    ways = list(points[0]["milliseconds"])
+    rows = [f"| M, B | {' | '.join(ways)} | natural / adam |", f"|{'---|' * (len(ways) + 2)}"]
+    ratios = [line["milliseconds"]["natural"] / line["milliseconds"]["adam"] for line in points]
+    for line, ratio in zip(points, ratios, strict=True):
+        cells = " | ".join(f"{line['milliseconds'][way]:.1f}" for way in ways)
+        rows.append(f"| {line['num_inducing']}, {line['batch_size']} | {cells} | {ratio:.2f} |")
+    rows += ["", f"Geometric mean of natural / adam: {statistics.geometric_mean(ratios):.2f}."]
+    for line in lines:
+        if line["experiment"] == "speed compiling":
+            seconds = line["seconds"]
+            rows[-1] += (
+                f" The first step at {line['num_inducing']}, {line['batch_size']} takes {seconds['eager']:.1f} s eager, "
+                f"{seconds['cold']:.1f} s compiled, and {seconds['warm']:.1f} s compiled in a later process."
+            )
     return "\n".join(rows)
 
 

@@ -83,3 +83,16 @@ def test_the_slope_in_the_variance_is_half_the_curvature():
     torch.manual_seed(2)
     torch.testing.assert_close(slope, -0.5 * expected_slopes(likelihood, y, q).curvature)
     assert (slope <= 0).all()
+
+
+def test_the_slope_in_a_covariance_between_tasks_is_half_the_curvature():
+    mean, y = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    _, blocks = multitask(4, correlated=True)
+    blocks.requires_grad_()
+    q = MultitaskMultivariateNormal(mean, torch.block_diag(*blocks))
+    likelihood = SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=False)
+    torch.manual_seed(2)
+    (slope,) = torch.autograd.grad(sampled_log_prob(likelihood, y, q).sum(), blocks)
+    torch.manual_seed(2)
+    torch.testing.assert_close(slope, -0.5 * expected_slopes(likelihood, y, q).curvature, rtol=1e-5, atol=1e-6)
+    assert (slope.diagonal(dim1=-1, dim2=-2) < 0).all()

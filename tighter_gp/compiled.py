@@ -29,8 +29,9 @@ from .settings import float32_factor
 
 Graph = Callable[..., Sequence[Tensor]]
 
-# What torch and GPyTorch keep in a module; the rest is its own.
-_OF_EVERY_MODULE = frozenset(vars(Module())) | {"_memoize_cache"}
+# What torch keeps in a module, and what GPyTorch and our strategies remember of earlier calls; the rest is its own.
+_REMEMBERED = {"_memoize_cache", "_q_cache", "_initialized_key", "_warned"}
+_OF_EVERY_MODULE = frozenset(vars(Module())) | _REMEMBERED
 
 
 class Loss(torch.nn.Module):
@@ -181,6 +182,10 @@ class CompiledStep:
     def _take(self, results: Sequence[Tensor]) -> None:
         """Keep what else a step resulted in."""
 
+    def _say(self, message: str) -> None:
+        """Tell whoever asked for a compiled step that there is none."""
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
     def _eager(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         self.mll.zero_grad(set_to_none=True)
         try:
@@ -252,7 +257,7 @@ class CompiledStep:
                     raise NotImplementedError(f"a step changes the buffers {', '.join(changed)}")
                 return compile_recorded(make_fx(step)(*inputs), inputs, self.options)
         except Exception as error:
-            warnings.warn(f"The step is not compiled: {_reason(error)}", RuntimeWarning, stacklevel=3)
+            self._say(f"The step is not compiled: {_reason(error)}")
             return None
 
     def _first_call(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from benchmarks import speed
 from benchmarks.__main__ import main
 from benchmarks.runs import read_results
+from benchmarks.speed_tables import fit_table
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def smoke(tmp_path_factory):
 def test_smoke_run_writes_every_kind_of_line_and_a_figure(smoke):
     lines = read_results(smoke / "speed.jsonl")
     kinds = [line["experiment"] for line in lines]
-    assert kinds == ["speed"] * 2 + ["speed scaling"] * 3 + ["speed prediction", "speed collapsed"]
+    assert kinds == ["speed"] * 2 + ["speed fit"] * 2 + ["speed scaling"] * 3 + ["speed prediction", "speed collapsed"]
     assert (smoke / "speed.png").stat().st_size > 10_000
     for line in lines[:2]:
         assert set(line["milliseconds"]) == {"gpytorch svgp", "svgp", "t-svgp", "t-solve-gp"}
@@ -47,6 +48,21 @@ def test_table_has_a_ratio_per_line_and_their_geometric_mean():
     assert text[2].replace(" ", "") == "|4,8|2.0|1.0|3.0|0.50|"
     assert text[3].replace(" ", "") == "|16,8|2.0|4.0||2.00|"
     assert text[-1].endswith("t-svgp 1.00.")
+
+
+def test_the_table_of_fit_has_the_price_of_natural_gradients_and_of_compiling():
+    lines = [
+        {"experiment": "speed fit", "num_inducing": m, "batch_size": 8, "milliseconds": {"adam": 2.0, "natural": t}}
+        for m, t in ((4, 2.0), (16, 8.0))
+    ]
+    seconds = {"eager": 0.1, "cold": 9.0, "warm": 2.0}
+    lines.append({"experiment": "speed compiling", "num_inducing": 4, "batch_size": 8, "seconds": seconds})
+    text = fit_table(lines).splitlines()
+    assert text[2:4] == ["| 4, 8 | 2.0 | 2.0 | 1.00 |", "| 16, 8 | 2.0 | 8.0 | 4.00 |"]
+    assert text[-1].startswith(
+        "Geometric mean of natural / adam: 2.00. The first step at 4, 8 takes 0.1 s eager, 9.0 s"
+    )
+    assert fit_table([]) == "" == speed.table(lines)
 
 
 def test_memory_of_a_step_is_what_it_holds_at_once():

@@ -324,3 +324,10 @@ def test_several_outputs_are_for_titsias_only():
 def test_a_negative_jitter(jitter_val):
     with pytest.raises(ValueError, match="jitter_val must not be negative; got"):
         collapsed(jitter_val=jitter_val)
+
+
+def test_a_likelihood_that_does_not_tell_its_noise_gets_the_wide_precision():
+    kernel = collapsed("titsias").covar_module
+    assert float(kernel.projector().noise) == pytest.approx(0.07)
+    kernel.likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, has_global_noise=False)
+    assert float(kernel.projector().noise) == 0.0

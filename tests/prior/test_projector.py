@@ -84,6 +84,13 @@ def test_the_precision_is_the_one_that_suffices(options, expected):
     assert projector.precision == expected
 
 
+@pytest.mark.parametrize(("lengthscale", "expected"), [(1.0, torch.float32), (1e-2, torch.float64)])
+def test_a_kernel_that_is_not_lowered_has_the_precision_that_its_inputs_ask_for(lengthscale, expected):
+    kernel, (z, x) = ScaleKernel(MaternKernel(1.5)).float(), problem(torch.float32)
+    kernel.base_kernel.lengthscale = lengthscale
+    assert Projector(prior_of(kernel), z, jitter=1e-3, lower=False)(x).matrix.dtype == expected
+
+
 def test_the_precision_is_that_of_all_chunks():
     kernel, (z, x) = ScaleKernel(MaternKernel(1.5)).float(), problem(torch.float32)
     far = torch.cat([x, x + 100.0])

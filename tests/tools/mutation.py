@@ -88,9 +88,15 @@ TARGETS = {
     ),
     "predictions/latent.py": ("predictions/test_latent", "test_golden", "test_posterior", "test_predict_everything"),
     "predictions/marginals.py": ("predictions/test_observations", "predictions/test_log_density"),
-    "predictions/distribution.py": ("predictions/test_observations", "predictions/test_log_density"),
+    "predictions/distribution.py": ("predictions/test_observations", "predictions/test_log_density", "test_arrays"),
     "training/guard.py": ("training/test_guard", "training/test_survival"),
-    "training/steps.py": ("training/test_optimizers", "training/test_loop", "training/test_natural_gradients"),
+    "training/steps.py": (
+        "training/test_optimizers",
+        "training/test_loop",
+        "training/test_natural_gradients",
+        "training/test_guard",
+        "training/test_survival",
+    ),
     "training/batches.py": ("training/test_batches", "training/test_loaders"),
     "training/validation.py": ("training/test_validation",),
 }
@@ -102,6 +108,13 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "matrix = inducing_covar.detach().to(dtype, copy=True)",
         "inducing_covar.detach()",
         "inducing_covar",
+    ),
+    # The number is compared with zero, whatever its sign.
+    (
+        "prior/projector.py",
+        "both = factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info",
+        "factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info",
+        "factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 - info",
     ),
     # The weights of the two ends of a bracket steer the speed of a root search, which ends at the same root.
     (

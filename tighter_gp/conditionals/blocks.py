@@ -257,7 +257,7 @@ class Blocks(OptimalConditional):
         precision = precision.expand_as(residual).to(blocks.covariance.dtype)
         is_seen = precision > 0
         precision = torch.where(is_seen, precision, torch.ones_like(precision))
-        root = (precision.sqrt() * is_seen)[..., blocks.rows.clamp_min(0)]
+        root = (precision.sqrt() * is_seen)[..., blocks.rows]  # a place that is filled up has -1, and no covariance
         scaled = root.unsqueeze(-1) * blocks.covariance * root.unsqueeze(-2)
         # Differences of covariances: what the inducing points explain wholly has the errors of what they do not.
         largest = mean_diagonal(scaled).amax(-1, keepdim=True)

@@ -64,7 +64,7 @@ def fit(
     callbacks: Sequence[Callable[[Step], bool | None]] = (),
     progress: bool | None = None,
     max_failures: int = 10,
-    compile: bool | str = False,
+    compile: bool | str = "auto",
     initialize: bool = False,
     num_data: int | None = None,
     **kwargs: Any,
@@ -142,8 +142,8 @@ def fit(
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
         some ten seconds at the start, and two where the same model has been compiled before, in any process. The short
-        last batch of an epoch is taken eagerly, and so is a step that fails.
-        ``"auto"``: if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
+        last batch of an epoch is taken eagerly, and so is a step that fails. By default natural gradients on a CPU are
+        compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
@@ -218,9 +218,9 @@ def fit(
             steps = (default if epochs is None else epochs) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
         batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
-        if compile == "auto":
-            compile = optimizer == "adam" and not collapsed and x is not None and compile_pays(problem, steps, batch)
-        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, bool(compile), batch)
+        if compile == "auto" and (x is None or not compile_pays(problem, steps, batch)):
+            compile = False
+        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile, batch)
         plan = Plan(
             total=steps,
             validation=None if validation is None else held_out_data(likelihood, validation, like),
@@ -252,7 +252,7 @@ def _make_step(
     lr: float | None,
     schedule: str | Callable[[float], float] | None,
     natural_gradients: bool | float | None,
-    compile: bool,
+    compile: bool | str,
     batch_size: int,
 ) -> tuple[KindOfStep, dict[str, Any]]:
     """One way to train, and the settings that tell it from another."""
@@ -282,7 +282,8 @@ def _make_step(
         return Optimizers(problem.parameters, sparse, dict.fromkeys(problem.parameters, "all"), rates)
 
     factor = make_schedule("cosine" if schedule == "recipe" else schedule)
-    return AdamStep(problem, factor, make_optimizers, batch_size if compile else None), settings
+    # A compiled step of Adam cannot change to a wider precision: only for those who ask for it.
+    return AdamStep(problem, factor, make_optimizers, batch_size if compile is True else None), settings
 
 
 def _hyperparameters(problem: Problem, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.func import functional_call
 from ..compiled import CompiledStep, Loss
 from ..maths.natural import NaturalParameters
 from .natural import NaturalGradients
+
+log = logging.getLogger("tighter_gp")
 
 
 class _MovedLoss(torch.nn.Module):
@@ -43,6 +46,7 @@ class CompiledNaturalStep(CompiledStep):
 
     :param mll: The objective, which has the model and the likelihood.
     :param natural: The natural parameters of the model's q(u).
+    :param is_asked_for: Whether somebody waits for a compiled step, and is warned if it cannot be had; else the log says so.
     :param options: Passed to :func:`torch.compile`.
     :ivar size: Size of the next natural step.
 
@@ -57,9 +61,17 @@ class CompiledNaturalStep(CompiledStep):
 
     _asks_precision = True
 
-    def __init__(self, mll: MarginalLogLikelihood, natural: NaturalGradients, **options: Any) -> None:
+    def __init__(
+        self, mll: MarginalLogLikelihood, natural: NaturalGradients, is_asked_for: bool = True, **options: Any
+    ) -> None:
         super().__init__(mll, None, **options)
-        self.natural, self.size = natural, 0.1
+        self.natural, self.size, self.is_asked_for = natural, 0.1, is_asked_for
+
+    def _say(self, message: str) -> None:
+        if self.is_asked_for:
+            super()._say(message)
+        else:
+            log.info(message)
 
     def _extra(self) -> dict[str, Tensor]:
         found = {"size": torch.full((1,), self.size, dtype=torch.float64, device=self._device)}

@@ -73,7 +73,7 @@ class NaturalStep:
     :param schedule: Factor on the learning rates as a function of the fraction done; default the recipe's own.
     :param batch_size: Points per step, over all processes.
     :param other_lr: Learning rate of parameters that are none of a GP: a network's weights, tables of latents.
-    :param compile: Whether steps are compiled.
+    :param compile: Whether steps are compiled: True, False, or ``"auto"`` where nobody waits for it.
     """
 
     name = "natural"
@@ -85,12 +85,13 @@ class NaturalStep:
         schedule: Callable[[float], float] | None,
         batch_size: int,
         other_lr: float,
-        compile: bool = False,
+        compile: bool | str = False,
     ) -> None:
         self.problem, self.recipe, self.schedule = problem, recipe, schedule
         self.batch_size, self.other_lr = batch_size, other_lr
         self.kinds, self.attempts = _kinds(problem), Attempts(problem)
-        self.compiled = CompiledNaturalStep(problem.objective, self._natural()) if compile else None
+        is_asked_for = compile is True
+        self.compiled = CompiledNaturalStep(problem.objective, self._natural(), is_asked_for) if compile else None
 
     def init(self) -> NaturalState | None:
         """None: which gradients are sparse, and the spread of the inputs, are known after the first batch."""
