@@ -513,3 +513,12 @@ def test_half_a_conditional_cannot_be_made():
 
     with pytest.raises(TypeError, match=r"abstract method.*penalty"):
         Incomplete()
+
+
+def test_a_beta_remembers_where_it_started():
+    constraint = gpytorch.constraints.GreaterThan(2.0, initial_value=3.0)
+    conditional = BetaConditional(beta_constraint=constraint)
+    start = conditional.raw_beta.item()
+    assert start != 0.0
+    conditional.beta = 5.0
+    assert conditional.first_raw_beta == start != conditional.raw_beta.item()

@@ -44,26 +44,29 @@ def poisson_problem(seed=0):
     return p, dense.random_q(M, seed)
 
 
-def poisson_scales(mean, s, d):
-    """M = 1 / (1 + E[exp f] d), one root per point."""
+def poisson_scales(mean, s, d, beta=1.0):
+    """M = 1 / (1 + E[exp f] d / beta), one root per point."""
     scales = []
     for mu, explained, residual in zip(mean.tolist(), s.tolist(), d.tolist(), strict=True):
-        excess = lambda m, mu=mu, v=explained, r=residual: m * (1 + r * math.exp(mu + (v + m * r) / 2)) - 1
+        excess = lambda m, mu=mu, v=explained, r=residual: m * (1 + r / beta * math.exp(mu + (v + m * r) / 2)) - 1
         scales.append(brentq(excess, 1e-12, 1.0, xtol=1e-14))
     return torch.tensor(scales)
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.4])
 @pytest.mark.parametrize("seed", range(5))
-def test_poisson_scales_solve_their_equation(seed):
+def test_poisson_scales_solve_their_equation(seed, beta):
     p, q = poisson_problem(seed)
     mean, s, d, kl = moments(p, q)
-    m = poisson_scales(mean, s, d)
-    expected = (p.y * mean - torch.exp(mean + (s + m * d) / 2) - torch.lgamma(p.y + 1) - price(m)).sum() - kl
+    m = poisson_scales(mean, s, d, beta)
+    expected = (p.y * mean - torch.exp(mean + (s + m * d) / 2) - torch.lgamma(p.y + 1) - beta * price(m)).sum()
+    expected = expected - beta * kl
     for num_steps, rtol in {10: 1e-9, 3: 1e-6}.items():
         model = model_of(p, q, conditional=OptimalConditional(num_steps))
-        terms = tighter_gp.TighterELBO(PoissonLikelihood(), model, N, combine_terms=False)(model(p.x), p.y)
+        mll = tighter_gp.TighterELBO(PoissonLikelihood(), model, N, beta, combine_terms=False)
+        terms = mll(model(p.x), p.y)
         torch.testing.assert_close(N * terms.bound, expected, rtol=rtol, atol=0)
-        torch.testing.assert_close(N * terms.conditional, price(m).sum(), rtol=1e3 * rtol, atol=1e-9)
+        torch.testing.assert_close(N * terms.conditional, beta * price(m).sum(), rtol=1e3 * rtol, atol=1e-9)
 
 
 @pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood, PoissonLikelihood])

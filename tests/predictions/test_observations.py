@@ -20,6 +20,8 @@ from tests.strategies.test_wrappers import make_model
 from tests.tools.factories import make_gp, make_noise
 from tests.tools.support import LargestOutput, randomize_q
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.predictions.marginals import LaplaceMarginal, StudentTMarginal
+from tighter_gp.predictions.pointwise import FunctionValues
 
 MEAN = np.array([0.3, -1.2, 1.7, 0.0, 2.5])
 VARIANCE = np.array([0.5, 1.3, 0.04, 2.0, 1e-4])
@@ -676,3 +678,21 @@ def test_inputs_of_a_botorch_model_are_transformed():
     model = SingleTaskVariationalGP(x, target, inducing_points=6, outcome_transform=Standardize(1))
     with pytest.raises(TypeError, match="transforms its targets"):
         tighter_gp.predict_y(model, model.likelihood, x)
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.95])
+def test_an_interval_leaves_as_much_below_as_above(coverage):
+    low, high = tighter_gp.distribution_of_y(make_noise(0.3), q_of()).interval(coverage)
+    wanted = stats.norm(MEAN, np.sqrt(VARIANCE + 0.3)).interval(coverage)
+    close(low, wanted[0])
+    close(high, wanted[1])
+
+
+@pytest.mark.parametrize(("make", "kind"), [(student_t, StudentTMarginal), (laplace, LaplaceMarginal)])
+def test_the_slope_of_a_distribution_function_is_its_derivative(make, kind):
+    mean, variance = torch.as_tensor(MEAN), torch.as_tensor(VARIANCE)
+    function = kind(make()).distribution_function(FunctionValues(mean, variance), 0.3)
+    y = (mean + 0.4).requires_grad_()
+    value, slope = function(y)
+    (expected,) = torch.autograd.grad(value.sum(), y)
+    close(slope.detach(), expected, rtol=1e-6)

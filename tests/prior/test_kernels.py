@@ -151,3 +151,16 @@ def test_a_deep_kernel_is_taken_from_what_forward_returns():
         value.backward()
         grads.append((value.detach(), net.weight.grad))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_blocks_are_those_of_the_covariance(name):
+    kernel, x = perturbed(KERNELS[name]()), torch.randn(7, 3)
+    lowered = lower(kernel)
+    if lowered.blocks is None:
+        assert name not in ("rbf", "matern32", "active_dims")
+        return
+    inducing, cross, _ = lowered.blocks(lowered.values, x, 3)
+    whole = lowered.covariance(lowered.values, x, x)
+    torch.testing.assert_close(inducing, whole[..., :3, :3], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(cross, whole[..., :3, 3:], rtol=1e-10, atol=1e-10)

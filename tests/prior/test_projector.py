@@ -166,3 +166,10 @@ def test_a_factor_from_inference_mode_can_be_used_in_a_graph():
     assert not outside.is_inference()
     assert torch.equal(outside, torch.ones(2, 2))
     assert cache.get(2 * matrix) is None
+
+
+def test_nothing_is_known_of_the_spread_of_inputs_before_there_are_any():
+    kernel, (z, x) = ScaleKernel(RBFKernel()).float(), problem(torch.float32)
+    projector = Projector(prior_of(kernel), z, jitter=1e-4)
+    assert projector.least_spread == 0.0
+    assert projector.settle([x]).least_spread > 0.0

@@ -240,3 +240,16 @@ def test_loss_flags_and_gradients_are_read_together_and_told_apart(flags, expect
     parameters["a"].grad, parameters["b"].grad = torch.tensor([0.0, -4.0, 1.0]), torch.tensor([2.0, 0.0, 0.0])
     loss, largest, ok = read_together(torch.tensor(7.0), parameters, [torch.tensor(flag) for flag in flags])
     assert (loss, largest, ok) == (7.0, {"a": 4.0, "b": 2.0}, expected)
+
+
+def test_adam_continues_from_its_checkpoint_as_if_it_had_never_stopped(tmp_path):
+    def interrupt(step):
+        if step.step == 3:
+            raise KeyboardInterrupt
+
+    options = {"steps": 6, "batch_size": 20, "natural_gradients": False}
+    x, y = data()
+    whole = fit(*problem(), x, y, **options).loss
+    with pytest.raises(KeyboardInterrupt):
+        fit(*problem(), x, y, checkpoint=tmp_path / "run.pt", callbacks=[interrupt], **options)
+    assert fit(*problem(), x, y, checkpoint=tmp_path / "run.pt", resume=True, **options).loss == whole
