@@ -28,7 +28,7 @@ from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
 from .posterior import exact_gp_projector, gathered, require_gaussian, tighter_strategy
-from .prior import Projector
+from .prior import Projector, wide_precision
 from .strategies import TighterStrategy
 
 
@@ -94,7 +94,7 @@ def evaluate_bound(
     needs_index = any(conditional.needs_index for conditional in conditionals)
     labels = next((conditional.labels for conditional in conditionals if isinstance(conditional, Blocks)), None)
     data_terms: Tensor | float = 0.0
-    with temporary_mode(model, False), temporary_mode(likelihood, False):
+    with temporary_mode(model, False), temporary_mode(likelihood, False), wide_precision():
         for strategy in strategies:
             strategy.training = True
         for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,7 +15,30 @@ from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 
+from ..settings import float32_factor
 from .kernels import lower_lazy
+
+_wide: ContextVar[bool] = ContextVar("wide", default=False)
+
+
+@contextmanager
+def wide_precision() -> Iterator[None]:
+    """Every projection in the precision of the factor, for values that are reported.
+
+    A mean is a sum of rounded projections times whitened means, which can be hundreds where inducing points coincide. Beside
+    a noise of a millionth that is per cents of a bound. A training step does not wait for it.
+    """
+    token = _wide.set(True)
+    try:
+        yield
+    finally:
+        _wide.reset(token)
+
+
+def is_wide() -> bool:
+    """Whether projections are asked for in the precision of the factor."""
+    return _wide.get() and not float32_factor.on()
+
 
 # A jitter below this many units of rounding keeps directions in which a covariance is all error.
 _LEAST_JITTER = 256

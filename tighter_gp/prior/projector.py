@@ -29,6 +29,7 @@ from .precision import (
     covariance_within,
     covers_rounding,
     diagonal,
+    is_wide,
     jitter_suffices,
     noise_tolerance,
     read,
@@ -246,7 +247,7 @@ class Projector:
 
     def _first_precision(self, dtype: torch.dtype) -> torch.dtype:
         if self.precision is None:
-            wide = self.noise is None and not jitter_suffices(self.jitter, dtype)
+            wide = is_wide() or (self.noise is None and not jitter_suffices(self.jitter, dtype))
             return self.wide if wide else dtype
         return self.precision
 
