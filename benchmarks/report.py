@@ -173,6 +173,12 @@ def mean(values: Iterable[float | None]) -> Mean | None:
     return Mean(average, math.sqrt(variance / len(found)), len(found))
 
 
+def show_means(metrics: Iterable[Metric], results: Sequence[Result]) -> list[str]:
+    """The mean of each metric as text; empty where no result has it."""
+    found = ((metric, mean(map(metric.read, results))) for metric in metrics)
+    return ["" if cell is None else cell.show(metric.digits) for metric, cell in found]
+
+
 def base_of(method: str, methods: Iterable[str]) -> str | None:
     """The base of a tighter method among the others: ``t-svgp`` has ``svgp``, ``tv-bgplvm`` has ``v-bgplvm``."""
     base = method[1:].lstrip("-") if method.startswith("t") else None
@@ -271,10 +277,7 @@ def means_table(results: Sequence[Result]) -> str:
     for key, group in grouped(results).items():
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
-            cells = [mean(map(metric.read, own)) for metric in metrics]
-            shown = [
-                "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
-            ]
+            shown = show_means(metrics, own)
             rows.append([key[0], str(key[1] or ""), label(method), str(len(own)), *shown, settings[key], flags_of(own)])
     header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "settings", "flags"]
     return table(*without_empty(header, rows))

@@ -24,6 +24,7 @@ from .report import (
     methods_of,
     pairs_table,
     settings_of,
+    show_means,
     table,
     without_empty,
 )
@@ -147,10 +148,7 @@ def million_table(results: Sequence[Result]) -> str:
     for (dataset, num_inducing, _), group in grouped(results).items():
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
-            cells = [mean(map(metric.read, own)) for metric in metrics]
-            shown = [
-                "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
-            ]
+            shown = show_means(metrics, own)
             config = own[0]["config"]
             where = [str(config.get("epochs", "")), str(config.get("processes", ""))]
             rows.append([dataset, str(num_inducing or ""), label(method), *where, str(len(own)), *shown])
@@ -177,10 +175,7 @@ def example_table(results: Sequence[Result]) -> str:
     for (dataset, num_inducing, _), group in grouped(results).items():
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
-            cells = [mean(map(metric.read, own)) for metric in metrics]
-            shown = [
-                "" if cell is None else cell.show(metric.digits) for cell, metric in zip(cells, metrics, strict=True)
-            ]
+            shown = show_means(metrics, own)
             rows.append([dataset, str(num_inducing), label(method), str(own[0]["steps"]), str(len(own)), *shown])
     return table(["data", "M", "method", "steps", "runs", *(metric.title for metric in metrics)], rows)
 

@@ -40,11 +40,6 @@ class Entry:
         self.previous: tuple[NaturalParameters, tuple[Tensor, ...], Tensor | None] | None = None
         self.is_given = False
 
-    @property
-    def num_rows(self) -> int:
-        """How many inducing variables there are in all."""
-        return sum(distribution.num_inducing_points for distribution in self.distributions)
-
     def parameters(self) -> list[Tensor]:
         """A vector and a matrix per distribution, in turn."""
         return [parameter for distribution in self.distributions for parameter in vector_and_matrix(distribution)]
