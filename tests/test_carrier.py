@@ -21,6 +21,7 @@ from linear_operator.operators import (
 from tighter_gp.carrier import (
     Carrier,
     HadamardLinearOperator,
+    ImplicitLinearOperator,
     VarianceLinearOperator,
     iter_carriers,
     replace_variance,
@@ -151,6 +152,32 @@ def test_reshaping_keeps_the_carried_tensors_and_the_strategy(name):
     assert result.shape[:-1] == result.residual.shape
     rtol = 1e-5 if name == "float" else 1e-12
     torch.testing.assert_close(diagonal(result), dense_diagonal(result), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("name", ["detach", "deepcopy", "pickle"])
+def test_copies_of_an_operator_in_a_graph_have_none(name):
+    operator = carrier(2, 3, requires_grad=True)
+    operator.explained, operator.residual = 1 * operator.explained, 1 * operator.residual  # as a model makes them
+    matrix = operator.to_dense().requires_grad_()
+    for made in (operator, ImplicitLinearOperator(operator.variance, lambda: 1 * matrix)):
+        copied = RESHAPES[name][0](made)
+        for tensor in (
+            copied.variance,
+            copied.to_dense(),
+            *(getattr(copied, field, matrix.detach()) for field in CARRIED),
+        ):
+            assert not tensor.requires_grad
+        torch.testing.assert_close(copied.to_dense(), matrix.detach(), rtol=0, atol=0)
+
+
+def test_an_operator_in_a_graph_leaves_it_in_place():
+    matrix = carrier(2).to_dense().requires_grad_()
+    operator = ImplicitLinearOperator(matrix.diagonal(dim1=-1, dim2=-2), lambda: 1 * matrix)
+    assert operator.detach_() is operator
+    assert not operator.to_dense().requires_grad
+    assert not operator.requires_grad
+    operator.requires_grad_(True)
+    assert operator.to_dense().requires_grad
 
 
 def test_distributions_that_expand_or_unsqueeze_keep_it():

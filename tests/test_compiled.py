@@ -159,6 +159,17 @@ def test_a_mistake_in_the_call_is_an_error_and_not_a_reason_to_fall_back():
         step(x, y[:3])
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_batch_that_wants_a_gradient_is_refused(which):
+    """It would get none, and what computes it would not be trained."""
+    mll, *batch = make()
+    batch[which] = 1 * batch[which].requires_grad_()
+    with pytest.raises(
+        ValueError, match=f"^{['x', 'target'][which]} requires a gradient.*put what computes it into the model"
+    ):
+        tighter_gp.CompiledStep(mll, **EAGER)(*batch)
+
+
 def unusual(mll):
     """A model whose kernel asks GPyTorch's way, which reads values."""
     mll.model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PeriodicKernel())

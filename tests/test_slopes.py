@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import gpytorch
 import pytest
 import torch
@@ -10,7 +12,7 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 
 import tighter_gp
 from tighter_gp.likelihoods.properties import expected_log_prob, sampled_curvature
-from tighter_gp.likelihoods.slopes import expected_slopes, sampled_log_prob
+from tighter_gp.likelihoods.slopes import _sampled_slopes, expected_slopes, sampled_log_prob
 
 
 def normal(n=5):
@@ -40,6 +42,83 @@ def test_a_poisson_likelihood_has_the_slopes_of_its_closed_form():
     slopes = expected_slopes(tighter_gp.likelihoods.PoissonLikelihood(), y, q)
     torch.testing.assert_close(slopes.slope, y - rate)
     torch.testing.assert_close(slopes.curvature, rate)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gaussian_noise_per_task_has_a_closed_form(interleaved):
+    mean, y, variance, noise = torch.randn(5, 2), torch.randn(5, 2), 0.1 + torch.rand(5, 2), torch.tensor([0.3, 0.7])
+    flat = variance.flatten() if interleaved else variance.mT.flatten()
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, has_global_noise=False)
+    likelihood.task_noises = noise
+    slopes = expected_slopes(
+        likelihood, y, MultitaskMultivariateNormal(mean, torch.diag(flat), interleaved=interleaved)
+    )
+    value = -0.5 * (torch.log(2 * math.pi * noise) + ((y - mean) ** 2 + variance) / noise)
+    torch.testing.assert_close(slopes.value, value)
+    torch.testing.assert_close(slopes.slope, (y - mean) / noise)
+    torch.testing.assert_close(slopes.curvature, (1 / noise).expand(5, 2))
+
+
+class Counts(gpytorch.likelihoods.Likelihood):
+    """A likelihood of one function, whose expectations GPyTorch samples."""
+
+    def forward(self, function_samples, *args, **kwargs):
+        return torch.distributions.Poisson(function_samples.exp())
+
+
+class MeanAndNoise(gpytorch.likelihoods.Likelihood):
+    """One of two functions is the mean of a normal distribution, the other the logarithm of its variance."""
+
+    def forward(self, function_samples, *args, **kwargs):
+        return torch.distributions.Normal(function_samples[..., 0], (0.5 * function_samples[..., 1]).exp())
+
+
+def test_a_sampled_likelihood_of_one_function_has_mean_derivatives_over_its_samples():
+    q, y, draws = normal(), torch.tensor([0.0, 1.0, 2.0, 3.0, 7.0]), torch.randn(6, 5)
+    slopes = expected_slopes(Counts(), y, q, draws)
+    rate = torch.exp(q.mean + q.stddev * draws)
+    torch.testing.assert_close(slopes.value, (y * rate.log() - rate - torch.lgamma(y + 1)).mean(0))
+    torch.testing.assert_close(slopes.slope, (y - rate).mean(0))
+    torch.testing.assert_close(slopes.curvature, rate.mean(0))
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+def test_a_sampled_likelihood_of_two_functions_has_mean_derivatives_over_its_samples(correlated):
+    (q, blocks), y, draws = multitask(tasks=2, correlated=correlated), torch.randn(5), torch.randn(6, 5, 2)
+    slopes = expected_slopes(MeanAndNoise(), y, q, draws)
+    root = torch.linalg.cholesky(blocks) if correlated else torch.diag_embed(blocks.diagonal(dim1=-1, dim2=-2).sqrt())
+    mean, log_noise = (q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)).unbind(-1)
+    scaled, precision = (y - mean) * torch.exp(-log_noise), torch.exp(-log_noise)
+    slope = torch.stack([scaled, 0.5 * ((y - mean) * scaled - 1)], -1).mean(0)
+    rows = [[precision, scaled], [scaled, 0.5 * (y - mean) * scaled]]
+    matrix = torch.stack([torch.stack(row, -1) for row in rows], -2).mean(0)
+    torch.testing.assert_close(slopes.slope, slope, rtol=1e-4, atol=1e-5)
+    expected = matrix if correlated else matrix.diagonal(dim1=-1, dim2=-2)
+    torch.testing.assert_close(slopes.curvature, expected, rtol=1e-4, atol=1e-5)
+
+
+LIKELIHOODS = {
+    "Gaussian": gpytorch.likelihoods.GaussianLikelihood,
+    "Poisson": tighter_gp.likelihoods.PoissonLikelihood,
+    "sampled": Counts,
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_slopes_have_no_graph_and_leave_q_alone(name, in_graph):
+    mean, variance = torch.randn(5), torch.rand(5).requires_grad_(in_graph)
+    q = MultivariateNormal(mean, torch.diag(0.1 + variance))
+    slopes = expected_slopes(LIKELIHOODS[name](), torch.ones(5), q)
+    assert not any(part.requires_grad for part in slopes)
+    assert not mean.requires_grad
+    assert variance.requires_grad == in_graph
+
+
+def test_samples_that_are_given_stay_out_of_the_graph():
+    samples = torch.randn(6, 5)
+    _sampled_slopes(Counts(), torch.ones(5), normal(), samples)
+    assert not samples.requires_grad
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -87,12 +87,11 @@ class ImplicitLinearOperator(LinearOperator):
 
     def __reduce__(self) -> Any:
         # Closures cannot be copied or pickled: the matrix itself is.
-        _, _, *rest = self._held()
-        return _restored, (self.__class__, self.variance.detach(), self.to_dense().detach(), *rest)
+        return _restored, (self.__class__, self.variance.detach(), self.to_dense().detach(), *self._carried())
 
-    def _held(self) -> tuple[Any, ...]:
-        """The arguments this was made from."""
-        return self.variance, self.dense
+    def _carried(self) -> tuple[Any, ...]:
+        """What this was made from beside the matrix, without a graph."""
+        return ()
 
     def _get_indices(self, row_index, col_index, *batch_indices) -> Tensor:
         return self.whole._get_indices(row_index, col_index, *batch_indices)
@@ -159,17 +158,11 @@ class Carrier(ImplicitLinearOperator):
         self.strategy, self.index, self.blocks = strategy, index, blocks
         self.copied = (False,) * len(self.batch_shape) if copied is None else copied
 
-    def _held(self) -> tuple[Any, ...]:
-        return (
-            self.variance,
-            self.dense,
-            self.explained.detach(),
-            self.residual.detach(),
-            self.strategy,
-            self.index,
-            self.blocks,
-            self.copied,
-        )
+    def _carried(self) -> tuple[Any, ...]:
+        blocks = self.blocks
+        if blocks is not None:
+            blocks = blocks._replace(covariance=blocks.covariance.detach())
+        return self.explained.detach(), self.residual.detach(), self.strategy, self.index, blocks, self.copied
 
     def _map(self, function: Callable[[Tensor, int], Tensor], copied: tuple[bool, ...] | None = None) -> Carrier:
         blocks = self.blocks
@@ -255,7 +248,7 @@ class HadamardLinearOperator(LinearOperator):
 def _broadcast(left: LinearOperator, right: Tensor | LinearOperator) -> list[LinearOperator]:
     right = to_linear_operator(right).to(left.dtype)
     shape = torch.broadcast_shapes(left.shape, right.shape)
-    return [factor if factor.shape == shape else factor.expand(*shape) for factor in (left, right)]
+    return [factor.expand(*shape) for factor in (left, right)]
 
 
 class VarianceLinearOperator(LinearOperator):

@@ -99,6 +99,12 @@ class CompiledStep:
         :param kwargs: Passed to the objective, such as ``noise=``; ``index=`` goes to the model.
         """
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        for name, value in {"x": x, "target": target, **tensors}.items():
+            if value.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and a CompiledStep gives those of the objective's own parameters alone: "
+                    "detach it, put what computes it into the model, or call mll(model(x), y) and backward()."
+                )
         values, extra = self._values(), self._extra()
         # What the graph is made of besides the values of tensors.
         key = (

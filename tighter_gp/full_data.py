@@ -239,4 +239,4 @@ def _price(
     blocks = Blocks(labels[rows]).residual_blocks(
         residual, lambda sets: covariance[..., sets.unsqueeze(-1), sets.unsqueeze(-2)]
     )
-    return block_penalty(blocks.covariance, noise[..., blocks.rows.clamp_min(0)])
+    return block_penalty(blocks.covariance, noise[..., blocks.rows])

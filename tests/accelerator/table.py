@@ -51,7 +51,7 @@ WAITS: dict[str, tuple[int, int]] = {
 }
 
 # Where float32 asks more often.
-WAITS_IN_FLOAT32 = {"CollapsedGP": (6, 6)}
+WAITS_IN_FLOAT32 = {"CollapsedGP": (5, 5)}
 
 # In fit, the loss included, with debug on and off, with natural gradients where they can be and with Adam alone. An LMC
 # uploads its jitter in every pass, a deep GP looks at the moments between its layers, a kernel that is not lowered compares

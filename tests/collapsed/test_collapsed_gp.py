@@ -13,7 +13,8 @@ from tests.predictions.test_latent import LargestDouble, Plain
 from tests.tools import dense
 from tests.tools.factories import make_kernel, make_noise
 from tests.tools.support import LargestOutput
-from tighter_gp.collapsed import collapsed_gp
+from tighter_gp.collapsed import collapsed_gp, sums
+from tighter_gp.prior import Projector
 
 DENSE = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4}
 
@@ -51,6 +52,18 @@ def test_chunked_gradient_is_that_of_the_unchunked_bound(bound):
     chunked = gradients(tighter_gp.collapsed_bound(kernel, z, p.x, y, noise, bound=bound, chunk_size=4))
     for mine, theirs in zip(chunked, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("kept", "passes"), [(10**6, 1), (0, 2)])
+def test_projections_that_fit_into_memory_are_made_once(kept, passes, monkeypatch):
+    p, calls = dense.problem(3), []
+    factorized = Projector.factorized
+    monkeypatch.setattr(sums, "_KEPT", kept)
+    monkeypatch.setattr(Projector, "factorized", lambda self, x: calls.append(len(x)) or factorized(self, x))
+    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
+    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise, chunk_size=5)
+    torch.testing.assert_close(value, DENSE["tighter"](p), rtol=1e-10, atol=0)
+    assert sum(calls) == passes * len(p.x)
 
 
 def test_a_kernel_that_is_not_lowered_works_too():

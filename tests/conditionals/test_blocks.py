@@ -537,3 +537,30 @@ def test_blocks_of_a_solve_gp():
     penalty = 0.5 * log_dets(p._replace(D=D), LABELS).sum()
     expected = gaussian(p.y, q.mean, carried.explained, p.noise).sum() - penalty
     torch.testing.assert_close(N * (terms.log_likelihood - terms.conditional), expected, rtol=1e-8, atol=0)
+
+
+def test_rounding_leaves_no_negative_variance_within_a_block():
+    blocks = Blocks(torch.tensor([0, 0, 1]))
+    covariance = lambda rows: torch.full((2, 2, 2), -1e-17)
+    found = blocks.residual_blocks(torch.zeros(3), covariance).covariance
+    assert bool((found.diagonal(dim1=-1, dim2=-2) == 0).all())
+    assert float(found[0, 0, 1]) == -1e-17
+
+
+def test_a_block_that_rounding_made_indefinite_is_mended():
+    """What the inducing points leave may have eigenvalues below minus the noise where it is a difference of large numbers."""
+    blocks, residual = Blocks(torch.tensor([0, 0, 1])), 1e10 * torch.ones(3)
+    covariance = torch.tensor([[[1.0, 1 + 1e-7], [1 + 1e-7, 1.0]], [[1.0, 0.0], [0.0, 0.0]]])
+    found = blocks.residual_blocks(residual, lambda rows: 1e10 * covariance)
+    with pytest.warns(RuntimeWarning, match="was not positive definite"):
+        kept, penalty = blocks.optimum(residual, torch.ones(3), found)
+    assert bool(torch.isfinite(kept).all() & torch.isfinite(penalty).all())
+    torch.testing.assert_close(kept[2], torch.tensor(1e10 / (1 + 1e10)), rtol=1e-6, atol=0)
+
+
+def test_blocks_ask_for_double_in_training_alone():
+    for conditional, expected in ((Blocks(torch.tensor([0])), torch.float64), ("optimal", None)):
+        strategy = make_gp(torch.zeros(1, 1), conditional=conditional).variational_strategy
+        assert strategy.train().projector().precision is expected
+        assert strategy.eval().projector().precision is None
+        assert strategy.eval().projector(torch.float32).precision is torch.float32

@@ -331,3 +331,13 @@ def test_a_likelihood_that_does_not_tell_its_noise_gets_the_wide_precision():
     assert float(kernel.projector().noise.detach()) == pytest.approx(0.07)
     kernel.likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, has_global_noise=False)
     assert float(kernel.projector().noise) == 0.0
+
+
+def test_what_inducing_points_explain_wholly_leaves_no_negative_variance():
+    """Differences of equal numbers: rounding would leave some of them below zero."""
+    model = collapsed(z=P.x[:20]).eval()
+    with torch.no_grad():
+        variance = model.covar_module(P.x[:20]).to_dense().diagonal()
+        with gpytorch.settings.sgpr_diagonal_correction(False):
+            explained = model.covar_module(P.x[:20]).to_dense().diagonal()
+    assert bool((variance >= explained).all())

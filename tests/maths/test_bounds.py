@@ -585,6 +585,13 @@ def test_whitened_kl_of_the_prior_is_zero_and_of_a_batch_is_that_of_its_members(
             torch.testing.assert_close(actual[i, j], expected, rtol=RTOL, atol=0)
 
 
+def test_whitened_kl_is_finite_where_a_standard_deviation_is_zero():
+    stddev = torch.tensor([0.0, 1.0])
+    expected = -0.5 - math.log(torch.finfo(stddev.dtype).tiny)
+    for q in (Whitened(torch.zeros(2), stddev=stddev), Whitened(torch.zeros(2), root=torch.diag(stddev))):
+        torch.testing.assert_close(bounds.whitened_kl(q), torch.tensor(expected))
+
+
 def test_whitened_kl_of_a_point_mass_raises():
     with pytest.raises(ValueError, match=r"needs a Gaussian q.* got a point mass, whose KL is infinite"):
         bounds.whitened_kl(Whitened(torch.zeros(5)))

@@ -132,6 +132,26 @@ def test_the_gradient_in_the_inputs_is_the_dense_one():
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["optimal", "beta", "scalar", "per_point"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_gradient_in_the_targets_is_the_dense_one(name, is_whole):
+    """Targets may come from a transformation that is learned too."""
+    model, likelihood, y = gp(conditional=conditional(name)), make_noise(0.07), P.y.clone().requires_grad_()
+    expected = (Dense(model, likelihood.noise).mean - P.y).detach() / (0.07 * N)
+    with observation_nan_policy("ignore" if is_whole else "fill"):
+        actual = torch.autograd.grad(TighterELBO(likelihood, model, N)(call(model), y), y)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_terms_of_a_batch_are_those_of_the_objective():
+    model, likelihood = gp(), make_noise(0.07)
+    reference = Dense(model, likelihood.noise)
+    terms = tighter_gp.mlls.data_terms(likelihood, model(P.x), P.y)
+    variance = reference.s + reference.best * reference.d
+    torch.testing.assert_close(terms.log_likelihood, reference.log_likelihood(variance).sum())
+    torch.testing.assert_close(terms.conditional, 0.5 * (reference.best - 1 - torch.log(reference.best)).sum())
+
+
 @pytest.mark.parametrize("beta", [0.3, 1.0, 2.5])
 def test_beta_tempers_the_kl_and_the_conditional_alike(beta):
     model, likelihood = gp(), make_noise(0.07)
@@ -692,5 +712,9 @@ def test_a_multitask_wrapper_around_a_strategy_that_is_not_ours():
 
 
 def test_a_model_without_a_variational_strategy():
-    with pytest.raises(TypeError, match="a model with a variational_strategy; got Linear"):
+    with pytest.raises(TypeError, match=r"a model with a variational_strategy; got Linear\.$"):
         TighterELBO(make_noise(0.1), torch.nn.Linear(1, 1), N)
+    botorch_like = torch.nn.Linear(1, 1)
+    botorch_like.model = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales))
+    with pytest.raises(TypeError, match=r"got Linear\. Pass its \.model instead\.$"):
+        TighterELBO(make_noise(0.1), botorch_like, N)

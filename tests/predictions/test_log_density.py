@@ -10,11 +10,12 @@ import pytest
 import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator.operators import BlockInterleavedLinearOperator, DenseLinearOperator
+from linear_operator.operators import BlockInterleavedLinearOperator, DenseLinearOperator, DiagLinearOperator
 from scipy import integrate, special, stats
 
 import tighter_gp
 from tighter_gp import log_density
+from tighter_gp.predictions.distribution import distribution_of_y
 
 MEANS, VARIANCES = (-1.3, 0.2, 2.1, 0.0), (0.04, 0.9, 2.5, 9.0)
 
@@ -234,6 +235,31 @@ def test_binary_tasks_that_are_correlated_are_joint():
     # An orthant probability: probit noise adds one to each variance.
     correlation = 3.9 / 5.0
     assert found.exp().item() == pytest.approx(0.25 + math.asin(correlation) / (2 * math.pi), abs=2e-3)
+
+
+def test_a_missing_task_of_correlated_ones_is_scored_on_the_others():
+    covariance = torch.tensor([[4.0, 3.9], [3.9, 2.0]])
+    q = MultitaskMultivariateNormal(torch.tensor([[0.5, 1.0]]), DenseLinearOperator(covariance + torch.eye(2)))
+    found = log_density(likelihoods.BernoulliLikelihood(), q, torch.tensor([[1.0, math.nan]]))
+    assert found.exp().item() == pytest.approx(stats.norm.cdf(0.5 / math.sqrt(6.0)), abs=2e-3)
+
+
+class Cubed(likelihoods.likelihood._OneDimensionalLikelihood):
+    def forward(self, function_samples, *args, **kwargs):
+        return torch.distributions.Normal(function_samples**3, 0.1)
+
+
+def test_a_function_without_variance_has_the_density_of_its_noise():
+    """Or with less than none, by rounding."""
+    y, mean = torch.tensor([0.3, -1.2]), torch.tensor([0.1, 0.4])
+    for variance in (0.0, -1e-18):
+        q = MultivariateNormal(mean, DiagLinearOperator(torch.full((2,), variance)))
+        likelihood = likelihoods.LaplaceLikelihood()
+        likelihood.noise = 0.25
+        expected = stats.laplace.logpdf(y.numpy(), mean.numpy(), 0.5)
+        torch.testing.assert_close(log_density(likelihood, q, y), torch.as_tensor(expected), rtol=1e-6, atol=1e-6)
+        found = distribution_of_y(Cubed(), q).mean
+        torch.testing.assert_close(found, mean**3, rtol=1e-6, atol=1e-9)
 
 
 def test_densities_are_those_of_float64_to_float32_rounding():

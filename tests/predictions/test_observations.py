@@ -20,6 +20,8 @@ from tests.strategies.test_wrappers import make_model
 from tests.tools.factories import make_gp, make_noise
 from tests.tools.support import LargestOutput, randomize_q
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.predictions import distribution
+from tighter_gp.predictions.distribution import PredictiveDistribution, distribution_of_y
 from tighter_gp.predictions.marginals import LaplaceMarginal, StudentTMarginal
 from tighter_gp.predictions.pointwise import FunctionValues
 
@@ -696,3 +698,30 @@ def test_the_slope_of_a_distribution_function_is_its_derivative(make, kind):
     value, slope = function(y)
     (expected,) = torch.autograd.grad(value.sum(), y)
     close(slope.detach(), expected, rtol=1e-6)
+
+
+def test_targets_that_are_all_missing_give_a_score_per_point():
+    q = MultitaskMultivariateNormal(torch.zeros(5, 2), torch.eye(10))
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
+    found = tighter_gp.log_density(likelihood, q, torch.full((5, 2), torch.nan))
+    assert found.shape == (5,)
+    assert torch.isnan(found).all()
+
+
+@pytest.mark.parametrize(("functions", "size"), [(1, 3), (3, 5)])
+def test_chunks_have_the_nodes_of_their_likelihood_in_memory(functions, size, monkeypatch):
+    """Quadrature for one function per point, draws for several."""
+    monkeypatch.setattr(distribution, "_LARGEST", 3 * distribution._NODES if functions == 1 else 5 * 3 * 64)
+    sizes = []
+    original = PredictiveDistribution._marginal
+    record = lambda self, rows, f: sizes.append(rows.stop - rows.start) or original(self, rows, f)
+    monkeypatch.setattr(PredictiveDistribution, "_marginal", record)
+    if functions == 1:
+        q, likelihood, y = MultivariateNormal(torch.zeros(12), torch.eye(12)), PoissonLikelihood(), torch.ones(12)
+    else:
+        q = MultitaskMultivariateNormal.from_batch_mvn(
+            MultivariateNormal(torch.zeros(3, 12), torch.eye(12).expand(3, 12, 12))
+        )
+        likelihood, y = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False), torch.zeros(12)
+    distribution_of_y(likelihood, q, num_samples=64).log_prob(y)
+    assert max(sizes) == size

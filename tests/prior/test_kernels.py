@@ -33,6 +33,7 @@ KERNELS = {
     "product": lambda: ScaleKernel(RBFKernel(active_dims=[1]) * MaternKernel(2.5, active_dims=[0, 2])),
     "scaled_scale": lambda: ScaleKernel(ScaleKernel(MaternKernel(1.5))),
     "batch": lambda: ScaleKernel(MaternKernel(1.5, ard_num_dims=3, batch_shape=BATCH), batch_shape=BATCH),
+    "batch_scale": lambda: ScaleKernel(MaternKernel(1.5, ard_num_dims=3), batch_shape=BATCH),
     "batch_rq": lambda: ScaleKernel(RQKernel(batch_shape=BATCH), batch_shape=BATCH),
     "batch_sum": lambda: ScaleKernel(RBFKernel(batch_shape=BATCH), batch_shape=BATCH) + LinearKernel(),
 }
@@ -160,7 +161,26 @@ def test_blocks_are_those_of_the_covariance(name):
     if lowered.blocks is None:
         assert name not in ("rbf", "matern32", "active_dims")
         return
-    inducing, cross, _ = lowered.blocks(lowered.values, x, 3)
+    inducing, cross, largest = lowered.blocks(lowered.values, x.requires_grad_(), 3)
     whole = lowered.covariance(lowered.values, x, x)
     torch.testing.assert_close(inducing, whole[..., :3, :3], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(cross, whole[..., :3, 3:], rtol=1e-10, atol=1e-10)
+    assert 0.25 < float(largest / lowered.spread(lowered.values, x[:3], x[3:])) < 4  # around another middle
+    weights, tensors = torch.randn_like(whole[..., :3, :]), [x, *kernel.parameters()]
+    found = gradients(torch.cat([inducing, cross], -1), weights, tensors)
+    for mine, other in zip(found, gradients(whole[..., :3, :], weights, tensors), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-8)
+
+
+def test_spread_is_the_largest_squared_norm_in_lengthscales_of_any_part():
+    z, x = torch.randn(4, 3), torch.randn(7, 3)
+    wide, narrow = RBFKernel(active_dims=[0, 2]), MaternKernel(1.5)
+    wide.lengthscale, narrow.lengthscale = 2.0, 0.5
+    norms = ((x - z.mean(0)) / torch.tensor([[2.0], [0.5]]).unsqueeze(-1)).square()
+    parts = [norms[0][:, [0, 2]].sum(-1).amax(), norms[1].sum(-1).amax()]
+    for kernel, expected in {wide: parts[0], narrow: parts[1], wide + narrow: parts[1], wide * wide: parts[0]}.items():
+        lowered = lower(kernel)
+        torch.testing.assert_close(lowered.spread(lowered.values, z, x), expected)
+    assert lower(LinearKernel()).spread is None
+    assert lower(LinearKernel() + LinearKernel()).spread is None
+    assert lower(LinearKernel(active_dims=[1])).spread is None

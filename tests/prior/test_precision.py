@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpytorch.kernels import (
     LinearKernel,
+    MaternKernel,
     PeriodicKernel,
     PiecewisePolynomialKernel,
     RBFKernel,
@@ -146,6 +147,14 @@ def test_a_jitter_covers_rounding_up_to_a_spread_of_the_inputs():
     assert covers_rounding(1e-4, torch.ones(1), torch.float64, spread=150.0**2)
 
 
+@pytest.mark.parametrize(("is_collapsed", "slope"), [(False, 0.5), (True, 16.0)])
+def test_the_error_that_does_no_harm_is_compared_with_that_of_the_largest_variance(is_collapsed, slope):
+    variance, spread = torch.tensor([0.3, 7.0], dtype=torch.float64), 11.0
+    error = (8 + slope * spread) * 7.0 * torch.finfo(torch.float64).eps
+    assert covers_rounding(1.01 * error, variance, torch.float64, spread, is_collapsed=is_collapsed)
+    assert not covers_rounding(0.99 * error, variance, torch.float64, spread, is_collapsed=is_collapsed)
+
+
 def test_derivatives_of_a_collapsed_bound_ask_for_more():
     assert covers_rounding(1e-2, torch.ones(1), torch.float32, spread=100.0**2)
     assert not covers_rounding(1e-2, torch.ones(1), torch.float32, spread=100.0**2, is_collapsed=True)
@@ -181,5 +190,9 @@ def test_the_spread_of_a_kernel_that_is_not_lowered_is_in_its_smallest_unit():
     kinked.lengthscale = 1.0
     error = 0.5 * unlowered_spread(kinked(x)) * torch.finfo(x.dtype).eps
     torch.testing.assert_close(error, torch.tensor(16 * 25 * torch.finfo(x.dtype).eps).sqrt())
+    for nu, is_kinked in {0.5: True, 1.5: False, 2.5: False}.items():
+        matern = MaternKernel(nu=nu)
+        matern.lengthscale = 1.0
+        assert bool(unlowered_spread(matern(x)) > 16 * 25) == is_kinked
     assert unlowered_spread(LinearKernel()(x)) == 0
     assert unlowered_spread(rbf(x).evaluate_kernel()) == 0

@@ -173,3 +173,24 @@ def test_nothing_is_known_of_the_spread_of_inputs_before_there_are_any():
     projector = Projector(prior_of(kernel), z, jitter=1e-4)
     assert projector.least_spread == 0.0
     assert projector.settle([x]).least_spread > 0.0
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_the_spread_of_all_inputs_is_the_largest(lower):
+    """In lengthscales, with a margin for kernels of which nothing is known."""
+    kernel, (z, x) = ScaleKernel(RBFKernel()).float(), problem(torch.float32)
+    kernel.base_kernel.lengthscale = 2.0
+    chunks = [x, x + 30.0, x + 3.0]
+    projector = Projector(prior_of(kernel), z, jitter=1e-4, lower=lower).settle(chunks)
+    whole = Projector(prior_of(kernel), z, jitter=1e-4, lower=lower).settle([chunks[1]])
+    assert torch.equal(projector.least_spread, whole.least_spread)
+    norm = torch.cat([z, chunks[1]]).div(2.0).square().sum(-1).amax()
+    factor = float(projector.least_spread / norm)
+    assert factor == pytest.approx(16.0) if not lower else factor < 4.0
+
+
+def test_inputs_beyond_those_that_were_settled_get_the_precision_they_ask_for():
+    kernel, (z, x) = ScaleKernel(MaternKernel(1.5)).float(), problem(torch.float32)
+    projector = Projector(prior_of(kernel), z, jitter=1e-4).settle([x])
+    assert projector(x).matrix.dtype == torch.float32
+    assert projector(x + 100.0).matrix.dtype == torch.float64

@@ -193,3 +193,24 @@ def test_processes_share_a_batch_or_each_has_the_whole_of_it(monkeypatch, is_spl
         batch = next(ArrayBatches(x, y, {}, 16, 0, x, is_split).iterate(0))
         assert torch.equal(batch.rows, first[rank::2] if is_split else first)
         assert batch.weight == 0.5
+
+
+@pytest.mark.parametrize("shape", [(N, 3), (3, N), (N,)])
+def test_arguments_are_cut_along_their_points(shape):
+    x, _ = data()
+    y = torch.randn(N, 3)
+    noise = torch.arange(float(np.prod(shape))).reshape(shape)
+    batch = next(ArrayBatches(x, y, {"noise": noise}, 16, 0, x).iterate(0))
+    expected = noise[batch.rows] if shape == (N, 3) else noise[..., batch.rows]
+    assert torch.equal(batch.kwargs["noise"], expected)
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_rows_are_drawn_where_they_are_read_and_end_beside_the_model(is_array):
+    like = torch.empty(0, device="meta")
+    x, y = data()
+    x, y = (x.numpy(), y.numpy()) if is_array else (x.to("meta"), y.to("meta"))
+    source = ArrayBatches(x, y, {}, 16, 0, like)
+    assert source._order(0).device.type == ("cpu" if is_array else "meta")
+    batch = next(source.iterate(0))
+    assert {tensor.device.type for tensor in (batch.x, batch.y, batch.rows)} == {"meta"}

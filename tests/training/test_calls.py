@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -89,6 +90,9 @@ def test_values_that_are_not_finite_are_refused_before_q_is_set(bad, which, make
     arrays[which][7] = bad
     model, likelihood = make()
     before = state(model, likelihood)
-    with pytest.raises(ValueError, match=f"values of {'xy'[which]} are NaN or infinite; drop their rows"):
+    hint = ["", ", or mark NaN as missing with gpytorch.settings.observation_nan_policy('fill')"][which]
+    count, size = int((~torch.isfinite(arrays[which])).sum()), arrays[which].numel()
+    message = f"{count} of {size} values of {'xy'[which]} are NaN or infinite; drop their rows{hint}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit(model, likelihood, *arrays, steps=20, batch_size=5)
     assert same(state(model, likelihood), before)

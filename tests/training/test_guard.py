@@ -224,3 +224,10 @@ def test_a_guard_gives_up_with_the_last_error():
         RuntimeError, match=r"2 steps in a row failed, the last, step 1, with: no Hyperparameters: of no"
     ):
         guard.step(state, None, 1, 0.5)
+
+
+def test_a_checkpoint_without_what_later_ones_hold_starts_undamped():
+    guard = Guard(Recorded(None, set()), {}, 3, str)
+    for saved in ({"count": 0}, {"count": 0, "rows": {}}):
+        restored = guard.load_state_dict(saved, failures=2)
+        assert (restored.damping, restored.failures, restored.before, restored.rows) == (1.0, 2, {}, {})

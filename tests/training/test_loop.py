@@ -14,8 +14,10 @@ from tests.tools.support import Q_FORMS
 from tests.training.problems import M, N, data, parameters, problem
 from tighter_gp.training import fit, natural_steps
 from tighter_gp.training import steps as training_steps
+from tighter_gp.training.batches import ArrayBatches
 from tighter_gp.training.natural_compiled import CompiledNaturalStep
 from tighter_gp.training.optimizers import SCHEDULES
+from tighter_gp.training.problem import Problem
 from tighter_gp.training.randomness import seed_generators
 
 
@@ -166,3 +168,12 @@ def test_a_device_with_a_generator_of_its_own_is_seeded_too(monkeypatch):
     assert seen == [torch.device("cuda", 1), 11]
     assert torch.initial_seed() == 11
     torch.set_rng_state(state)
+
+
+def test_the_loss_of_a_step_keeps_no_graph():
+    x, y = data()
+    model, likelihood = problem()
+    trained = Problem(model, likelihood, tighter_gp.TighterELBO(likelihood, model, N), N, seed=0)
+    loss, error = training_steps.eager_gradients(trained)(next(ArrayBatches(x, y, {}, 16, 0, x).iterate(0)))
+    assert error is None
+    assert not loss.requires_grad

@@ -437,3 +437,7 @@ def test_a_collapsed_model_passes_over_its_data_once_per_score(monkeypatch):
     model, likelihood = collapsed()
     mean_nlpd(model, likelihood, *data(19), batch_size=4)
     assert len(calls) == 1
+
+
+def test_values_in_a_graph_are_looked_at_without_a_warning():
+    validation.check_finite("x", 1 * torch.ones(3, requires_grad=True))

@@ -99,14 +99,14 @@ def chunked_bound(
     needs_grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*leaves, y, noise))
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     keeps = x.size(-2) * projector.num_inducing <= _KEPT
-    with full_precision(x.device.type):
+    with torch.no_grad(), full_precision(x.device.type):
         projector.settle(x[rows] for rows in chunks(x.size(-2), 65536))
         walk = lambda: _walk(projector, x, chunk_size, needs_grad)
         kept = list(walk()) if keeps else None
         source = (lambda: iter(kept)) if kept is not None else walk
         sums = data_sums(
             (
-                Projection(chunk.prior.mean.detach(), chunk.matrix, chunk.residual),
+                Projection(chunk.prior.mean, chunk.matrix, chunk.residual),
                 y[chunk.rows],
                 noise[chunk.rows].reciprocal(),
             )
@@ -114,9 +114,9 @@ def chunked_bound(
         )
         core = sums.collapse()
         value, gradients = _derive(projector, source(), y, noise, bound, core, sums.residual, leaves, needs_grad)
-    penalty = PENALTIES[bound](sums.residual, noise.detach().double())
-    log_prob = collapsed_log_prob(value, core.log_det, noise.detach().double().log().sum(), len(y))
-    result = (log_prob - penalty).to(y.dtype)
+        penalty = PENALTIES[bound](sums.residual, noise.double())
+        log_prob = collapsed_log_prob(value, core.log_det, noise.double().log().sum(), len(y))
+        result = (log_prob - penalty).to(y.dtype)
     for tensor, gradient in gradients:
         along = (tensor * gradient.to(tensor.dtype)).sum()
         result = result + (along - along.detach())
@@ -127,8 +127,8 @@ def _walk(projector: Projector, x: Tensor, chunk_size: int, with_graph: bool) ->
     for rows in chunks(x.size(-2), chunk_size):
         with torch.set_grad_enabled(with_graph):
             prior, factor = projector.factorized(x[rows])
-        matrix = project(factor, prior.cross_covar.detach())
-        yield _Chunk(rows, prior, matrix, residual_variance(prior.data_variance.detach(), matrix))
+        matrix = project(factor, prior.cross_covar)
+        yield _Chunk(rows, prior, matrix, residual_variance(prior.data_variance, matrix))
 
 
 def _penalty_slope(bound: str, residual: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def _derive(
     sums = [torch.zeros_like(leaf) for leaf in leaves]
     outer = torch.zeros_like(core.factor)
     grad_y, grad_noise = torch.zeros_like(y), torch.zeros_like(noise)
-    for rows, prior, matrix, chunk_residual in source:
+    for rows, prior, matrix, _ in source:
         dtype = matrix.dtype
         precision = noise[rows].to(dtype).reciprocal()
         misfit = (y[rows] - prior.mean).to(dtype) - weights.to(dtype) @ matrix
@@ -176,7 +176,7 @@ def _derive(
         if inverse is None:
             continue
         smoothed = inverse.to(dtype) @ matrix
-        slope = torch.where(chunk_residual > 0, slope_d[rows].to(dtype), 0.0)
+        slope = slope_d[rows].to(dtype)
         pull = (misfit * precision).unsqueeze(-2)
         grad_matrix = matrix * (2 * slope) - smoothed * precision + weights.to(dtype).unsqueeze(-1) * pull
         outer += (grad_matrix @ matrix.mT).double()

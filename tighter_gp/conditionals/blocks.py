@@ -211,8 +211,8 @@ class Blocks(OptimalConditional):
     ) -> ResidualBlocks:
         """See :meth:`Conditional.residual_blocks <tighter_gp.conditionals.Conditional.residual_blocks>`."""
         rows = move(block_table(self._labels_of(residual, index)), residual.device)
-        positions, is_point = rows.clamp_min(0), rows >= 0
-        blocks = covariance(positions)
+        is_point = rows >= 0
+        blocks = covariance(rows)  # a place that is filled up has -1, which is a row as well
         is_diagonal = torch.eye(rows.size(-1), dtype=torch.bool, device=rows.device)
         blocks = torch.where(is_diagonal, blocks.clamp_min(0.0), blocks)
         return ResidualBlocks(blocks * (is_point.unsqueeze(-1) & is_point.unsqueeze(-2)), rows)
@@ -276,7 +276,7 @@ class Blocks(OptimalConditional):
 def _factor(gram: Tensor, scale: Tensor) -> Tensor:
     """:func:`~tighter_gp.maths.collapsed.add_identity_cholesky`, at first without a look at how it went."""
     factor, info = torch.linalg.cholesky_ex(add_identity(gram))
-    ok = (info == 0).all() & torch.isfinite(factor.detach().diagonal(dim1=-1, dim2=-2)).all()
+    ok = (info == 0).all() & torch.isfinite(factor.diagonal(dim1=-1, dim2=-2)).all()
     return factor if passed(ok) else add_identity_cholesky(gram, scale)
 
 

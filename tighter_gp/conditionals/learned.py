@@ -45,7 +45,7 @@ class BetaConditional(Conditional):
         # A constraint of the user's may start elsewhere or exclude 1; the raw value zero is inside every one.
         if constraint.initial_value is None and constraint.check(torch.ones(())):
             self.beta = 1.0
-        self.first_raw_beta = self.raw_beta.detach().flatten()[:1].tolist()[0] if self.raw_beta.numel() else 0.0
+        self.register_buffer("first_raw_beta", self.raw_beta.detach().clone(), persistent=False)
 
     @property
     def beta(self) -> Tensor:

@@ -74,7 +74,7 @@ class OptimalConditional(Conditional):
 
         above = torch.zeros_like(residual)
         excess_above = excess(above)
-        below, excess_below = torch.zeros_like(above), -torch.ones_like(above)
+        below = excess_below = torch.zeros_like(above)  # until one is found
         is_bracketed = was_below = torch.zeros_like(above, dtype=torch.bool)
         x = above - excess_above
         for _ in range(num_steps or self.num_steps):

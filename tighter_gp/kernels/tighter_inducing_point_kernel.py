@@ -64,7 +64,7 @@ class BlockAddedLossTerm(AddedLossTerm):
     def loss(self, *params: Any) -> Tensor:
         _refuse_missing()
         noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
-        noise_in_blocks = noise[..., self.blocks.rows.clamp_min(0)].to(self.blocks.covariance.dtype)
+        noise_in_blocks = noise[..., self.blocks.rows].to(self.blocks.covariance.dtype)
         return -block_penalty(self.blocks.covariance, noise_in_blocks).to(noise.dtype)
 
 

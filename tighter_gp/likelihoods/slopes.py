@@ -54,6 +54,7 @@ class Slopes(NamedTuple):
     curvature: Tensor
 
 
+@torch.no_grad()
 def expected_slopes(
     likelihood: Any, targets: Tensor, q: MultivariateNormal, draws: Tensor | None = None, **kwargs: Any
 ) -> Slopes:
@@ -79,14 +80,13 @@ def expected_slopes(
     """
     if is_sampled(likelihood):
         draws = draw_samples(q) if draws is None else draws
-        samples = place_samples(q, draws).detach()
-        value = log_prob_of_samples(likelihood, targets, samples, **kwargs).mean(0).detach()
+        samples = place_samples(q, draws)
+        value = log_prob_of_samples(likelihood, targets, samples, **kwargs).mean(0)
         return Slopes(value, *_sampled_slopes(likelihood, targets, q, samples, **kwargs))
     if is_gaussian(likelihood):
-        noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs).detach().expand(q.mean.shape)
-        mean = q.mean.detach()
-        value = gaussian_expected_log_prob(targets, mean, _exact_variance(q).detach(), noise)
-        return Slopes(value, (targets - mean) / noise, noise.reciprocal())
+        noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs).expand(q.mean.shape)
+        value = gaussian_expected_log_prob(targets, q.mean, _exact_variance(q), noise)
+        return Slopes(value, (targets - q.mean) / noise, noise.reciprocal())
     with torch.enable_grad():
         mean, variance = (tensor.detach().requires_grad_() for tensor in (q.mean, marginal_variance(q)))
         value = expected_log_prob(likelihood, targets, _independent(q, mean, variance), **kwargs)
@@ -128,10 +128,9 @@ def _sampled_slopes(
 ) -> tuple[Tensor, Tensor]:
     """Means over samples of the first and of minus the second derivative, the latter as :class:`Slopes` has it."""
     with torch.enable_grad():
-        samples = samples.detach().requires_grad_()
-        log_prob = log_prob_of_samples(likelihood, targets, samples, **kwargs)
-        (slope,) = torch.autograd.grad(log_prob.sum(), samples)
-    return slope.mean(0), mean_curvature(likelihood, targets, q, samples.detach(), **kwargs)
+        leaf = samples.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(log_prob_of_samples(likelihood, targets, leaf, **kwargs).sum(), leaf)
+    return slope.mean(0), mean_curvature(likelihood, targets, q, samples, **kwargs)
 
 
 def mean_curvature(likelihood: Any, targets: Tensor, q: MultivariateNormal, samples: Tensor, **kwargs: Any) -> Tensor:

@@ -404,5 +404,5 @@ def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blo
         tensor(-3.7081)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
-    penalty = block_penalty(residual_blocks, noise[..., rows.clamp_min(0)])
+    penalty = block_penalty(residual_blocks, noise[..., rows])
     return nystrom_log_prob(projection, targets, noise) - penalty

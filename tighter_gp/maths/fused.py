@@ -103,7 +103,8 @@ def fused_moments(
     """
     tensors = [tensor for part in parts for tensor in part]
     if projection is None:
-        projection = project(chol, cross.detach())
+        with torch.no_grad():
+            projection = project(chol, cross)
     return Moments(*_FusedMoments.apply(inducing_covar, chol, cross, prior_variance, projection, *tensors))
 
 
@@ -277,11 +278,11 @@ class _FusedKL(torch.autograd.Function):
 
 def _inverse(stddev: Tensor) -> Tensor:
     """One over it, and zero for zero."""
-    return stddev.reciprocal().nan_to_num_(nan=torch.nan, posinf=0.0, neginf=0.0)
+    return stddev.reciprocal().nan_to_num_(nan=torch.nan, posinf=0, neginf=0)
 
 
 def fused_gaussian_terms(
-    targets: Tensor, mean: Tensor, explained: Tensor, residual: Tensor, noise: Tensor, beta: float = 1.0
+    targets: Tensor, mean: Tensor, explained: Tensor, residual: Tensor, noise: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
     r"""Expected log density under Gaussian noise at the best scales, and their price: sums over the points of a batch.
 
@@ -292,7 +293,7 @@ def fused_gaussian_terms(
         \tfrac12 \sum_n \bigl( \log(1 + r_n) - r_n m_n \bigr), \qquad
         r_n = \frac{d_n}{\beta \sigma_n^2}, \quad m_n = \frac{1}{1 + r_n}
 
-    :param targets: :math:`y_n`, ``... x B``, without a graph.
+    :param targets: :math:`y_n`, ``... x B``.
     :param mean: :math:`\mu_n`, ``... x B``.
     :param explained: :math:`s_n`, ``... x B``.
     :param residual: :math:`d_n`, ``... x B``.
@@ -301,7 +302,7 @@ def fused_gaussian_terms(
 
     Example:
         >>> zeros = torch.zeros(2)
-        >>> tighter_gp.maths.fused.fused_gaussian_terms(zeros, zeros, zeros, torch.ones(2), torch.tensor(1.0))
+        >>> tighter_gp.maths.fused.fused_gaussian_terms(zeros, zeros, zeros, torch.ones(2), torch.tensor(1.0), 1.0)
         (tensor(-2.3379), tensor(0.1931))
     """
     return _FusedGaussian.apply(targets, mean, explained, residual, noise, beta)
@@ -313,14 +314,15 @@ class _FusedGaussian(torch.autograd.Function):
     @staticmethod
     def forward(ctx, targets, mean, explained, residual, noise, beta):
         precision, difference = noise.reciprocal(), targets - mean
-        ratio = residual * (precision if beta == 1.0 else precision / beta)
+        ratio = residual * (precision if beta == 1 else precision / beta)
         scale = (1 + ratio).reciprocal()
         lost = ratio * scale  # 1 - m_n, which does not round to zero
         misfit = difference.square() + explained + residual * scale
         log_prob = (torch.addcmul(noise.log(), misfit, precision).sum(-1) + misfit.size(-1) * _LOG_2PI) * -0.5
         price = (torch.log1p(ratio) - lost).sum(-1) * 0.5
         ctx.save_for_backward(precision, difference, residual, scale, lost, misfit)
-        ctx.shapes, ctx.beta = (mean.shape, explained.shape, residual.shape, noise.shape), beta
+        ctx.shapes = targets.shape, mean.shape, explained.shape, residual.shape, noise.shape
+        ctx.beta = beta
         return log_prob, price
 
     @staticmethod
@@ -338,12 +340,12 @@ class _FusedGaussian(torch.autograd.Function):
             direct = torch.addcmul(misfit, residual * scale, lost, value=-1).mul_(precision)
             squared = lost.square().mul_(grad_price.unsqueeze(-1) * precision)
             by_noise = torch.addcmul(squared, 1 - direct, rate).mul_(-0.5)
-        shapes = ctx.shapes
+        by_mean, shapes = rate * difference, ctx.shapes
         return (
-            None,
-            (rate * difference).sum_to_size(shapes[0]),
-            by_explained.sum_to_size(shapes[1]),
-            by_residual.sum_to_size(shapes[2]),
-            None if by_noise is None else by_noise.sum_to_size(shapes[3]),
+            -by_mean.sum_to_size(shapes[0]) if ctx.needs_input_grad[0] else None,
+            by_mean.sum_to_size(shapes[1]),
+            by_explained.sum_to_size(shapes[2]),
+            by_residual.sum_to_size(shapes[3]),
+            None if by_noise is None else by_noise.sum_to_size(shapes[4]),
             None,
         )

@@ -63,7 +63,7 @@ def cholesky(
         return factor
     _raise_if_not_finite(matrix, name)
     scale = mean_diagonal(matrix) if scale is None else scale
-    jitter = _FIRST_RETRY_JITTER.get(matrix.dtype, 1e-6)
+    jitter = _FIRST_RETRY_JITTER[matrix.dtype]
     added = torch.zeros_like(scale)
     for _ in range(_MAX_TRIES):
         added = torch.where(info > 0, jitter * scale, added)
@@ -94,7 +94,7 @@ def mean_diagonal(matrix: Tensor) -> Tensor:
 def _smallest_eigenvalue(matrix: Tensor) -> float:
     """For messages: NaN where the algorithm does not converge."""
     try:
-        return torch.linalg.eigvalsh(matrix.detach().double()).min().item()
+        return torch.linalg.eigvalsh(matrix.double()).min().item()
     except torch.linalg.LinAlgError:
         return math.nan
 

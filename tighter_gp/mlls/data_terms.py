@@ -88,8 +88,8 @@ def carried_terms(
     q: MultivariateNormal,
     target: Tensor,
     *,
-    mask: Tensor | None = None,
-    beta: float = 1.0,
+    mask: Tensor | None,
+    beta: float,
     **kwargs: Any,
 ) -> DataTerms:
     """:func:`data_terms` of a q(f) whose carrier is known."""
@@ -109,9 +109,7 @@ def carried_terms(
         if type(conditional) is OptimalConditional and mask is None and q.lazy_covariance_matrix is carrier:
             if target.dtype != q.mean.dtype:
                 target = target.to(q.mean.dtype)
-            return DataTerms(
-                *fused_gaussian_terms(target.detach(), q.mean, carrier.explained, carrier.residual, noise, beta)
-            )
+            return DataTerms(*fused_gaussian_terms(target, q.mean, carrier.explained, carrier.residual, noise, beta))
 
     # kept: what the conditional leaves of the residual variance, m_n d_n
     if conditional.is_learned:
@@ -154,16 +152,16 @@ def carried_terms(
 def _curvature(
     likelihood: Any, q: MultivariateNormal, carrier: Carrier, target: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Callable[[Tensor], Tensor]:
-    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, without a graph."""
-    explained, residual = carrier.explained.detach(), carrier.residual.detach()
+    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
+    explained, residual = carrier.explained, carrier.residual
     if hasattr(likelihood, "curvature_of_moments") and mask is None and q.lazy_covariance_matrix is carrier:
         known = likelihood.curvature_of_moments(target, q.mean.detach())
         return lambda scale: known(torch.addcmul(explained, scale, residual))
 
     def by_derivative(scale: Tensor) -> Tensor:
         # Price: the derivative of an expectation in the variance is half the expected second derivative.
+        kept = (scale * residual).requires_grad_()
         with torch.enable_grad():
-            kept = (scale * residual).requires_grad_()
             narrowed = with_variance(q, explained + kept)
             log_prob = _masked(expected_log_prob(likelihood, target, narrowed, **kwargs), mask)
             (slope,) = torch.autograd.grad(log_prob.sum(), kept)
@@ -174,7 +172,7 @@ def _curvature(
     draws = draw_samples(q)
 
     def by_samples(scale: Tensor) -> Tensor:
-        samples = place_samples(with_variance(q, explained + scale * residual), draws).detach()
+        samples = place_samples(with_variance(q, explained + scale * residual), draws)
         curvature = mean_curvature(likelihood, target, q, samples, **kwargs)
         if correlates_tasks(q):
             return pull_back(q, carrier, curvature, task_covariance)
@@ -262,7 +260,7 @@ def _check_batch(noise: Tensor, q: MultivariateNormal) -> None:
 
 
 def _divided(values: Tensor, divisor: float) -> Tensor:
-    return values if divisor == 1.0 else values / divisor
+    return values if divisor == 1 else values / divisor
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -145,7 +145,7 @@ class OneFunctionMarginal(Marginal):
     def distribution_function(self, f: FunctionValues, p: float) -> DistributionFunction | None:
         """By quadrature, with nodes around the quantile of f."""
         centre = NormalDist().inv_cdf(p)
-        conditional, weights = self._mixture(f, normal_rule(centre, width=0.02, num_nodes=121, reach=9.0))
+        conditional, weights = self._mixture(f, normal_rule(centre, width=0.02, num_nodes=121, reach=9))
         cdf = conditional_cdf(conditional)
         if cdf is None:
             return None
@@ -192,7 +192,7 @@ class StudentTMarginal(OneFunctionMarginal):
     where :math:`g` has a gamma distribution of mean one.
     """
 
-    _LOW, _HIGH = -80.0, 8.0
+    _LOW, _HIGH = -80, 8
 
     def moments(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
         """Variances add; infinite for two degrees of freedom or fewer."""

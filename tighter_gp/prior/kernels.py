@@ -96,7 +96,8 @@ def scaled(x1: Tensor, x2: Tensor, lengthscale: Tensor) -> tuple[Tensor, Tensor 
 
     The middle is subtracted before the division: inputs far from zero have few digits left to lose.
     """
-    centre = x1.detach().mean(-2, keepdim=True)
+    with torch.no_grad():  # a stationary kernel does not depend on it
+        centre = x1.mean(-2, keepdim=True)
     return (x1 - centre) / lengthscale, None if x1 is x2 else (x2 - centre) / lengthscale
 
 

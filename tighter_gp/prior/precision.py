@@ -90,7 +90,7 @@ def covers_rounding(
     :param is_collapsed: Whether the tolerance is that of a collapsed bound, whose derivatives suffer more.
     """
     slope = 0.5 * _DERIVATIVES if is_collapsed else 0.5
-    return (8 + slope * spread) * variance.detach().amax() <= tolerance / torch.finfo(dtype).eps
+    return (8 + slope * spread) * variance.amax() <= tolerance / torch.finfo(dtype).eps
 
 
 @torch.no_grad()
@@ -119,6 +119,7 @@ def _is_smooth(kernel: Kernel) -> bool:
     return type(kernel) in _SMOOTH or (type(kernel) is kernels.MaternKernel and kernel.nu > 0.5)
 
 
+@torch.no_grad()
 def noise_tolerance(factor: Tensor, noise: Tensor | float) -> Tensor:
     r"""The error of a covariance that stays below the noise in what the inducing points leave of a variance.
 
@@ -128,10 +129,9 @@ def noise_tolerance(factor: Tensor, noise: Tensor | float) -> Tensor:
     :param factor: :math:`\mathrm{chol}(K_{ZZ})`, ``... x M x M``.
     :param noise: Noise variances; the smallest counts.
     """
-    factor = factor.detach()
     variance = factor.square().sum(-1).amax()
     pivot = factor.diagonal(dim1=-1, dim2=-2).amin().square()
-    smallest = torch.as_tensor(noise, dtype=factor.dtype, device=factor.device).detach().amin()
+    smallest = torch.as_tensor(noise, dtype=factor.dtype, device=factor.device).amin()
     return smallest * (pivot / variance).sqrt()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +167,7 @@ class Projector:
             read(covar[..., top, top], to_dense, own),
             read(covar[..., top, bottom], to_dense, dtype),
             read(covar[..., bottom, bottom], diagonal, dtype),
-            0.0 if dtype == self.wide else unlowered_spread(covar),
+            0 if dtype == self.wide else unlowered_spread(covar),
             covar,
         )
 
@@ -185,7 +186,7 @@ class Projector:
         else:
             wide = z.to(own)
             inducing = lowered.covariance([value.to(own) for value in lowered.values], wide, wide)
-        spread = 0.0 if lowered.spread is None or dtype == self.wide else lowered.spread(values, z, data)
+        spread = 0 if lowered.spread is None or dtype == self.wide else lowered.spread(values, z, data)
         return inducing, lowered.covariance(values, z, data), lowered.variance(values, data), spread
 
     # -- the factor, and the one decision ------------------------------------------------------------------------------
@@ -223,15 +224,11 @@ class Projector:
 
     def settle(self, inputs: Iterable[Tensor], **kwargs: Any) -> Projector:
         """Choose the precision for all of some inputs, so that every chunk of them is projected alike."""
-        first: Tensor | None = None
         for x in inputs:
             raise_if_not_finite(x)
-            first = x if first is None else first
             prior = self.prior(_together(self.points, x if self.inputs is None else self.inputs(x)[1]), **kwargs)
             if self._first_precision(x.dtype) != self.wide:
                 self._widen(prior.lazy_covariance_matrix)
-        if first is not None and self.factor is None:
-            self.factorized(first[..., :1, :], **kwargs)
         return self
 
     def _widen(self, covar: LinearOperator) -> None:
@@ -278,7 +275,7 @@ class Projector:
             return factor
 
         factor = self.factorize(matrix, factorize)
-        return factor, succeeded[0] if len(succeeded) == 1 else torch.stack(succeeded).all()
+        return factor, reduce(torch.logical_and, succeeded)
 
     def _checked(self, matrix: Tensor, name: str, scale: Tensor | None = None) -> Tensor:
         try:

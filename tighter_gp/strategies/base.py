@@ -149,7 +149,7 @@ class TighterStrategy(VariationalStrategy):
             is_same = known is not None and all(map(same_values, known, parameters))
         if not is_same:
             q = distribution()
-            known = _FirstHalf(distribution) if self.training else tuple(p.detach().clone() for p in parameters)
+            known = _FirstHalf(distribution) if self.training else tuple(p.clone() for p in parameters)
             self._q_cache[name] = (known, q)
         return q
 
@@ -260,7 +260,9 @@ class TighterStrategy(VariationalStrategy):
         is_once = (self.training or not torch.is_grad_enabled()) and not torch.jit.is_tracing()
         projector = self.projector(lower=is_once)
         prior, chol = projector.factorized(x, **kwargs)
-        return (projector, prior, chol), project(chol, prior.cross_covar.detach())
+        with torch.no_grad():
+            matrix = project(chol, prior.cross_covar)
+        return (projector, prior, chol), matrix
 
     def _carrier(
         self, projector: Projector, prior: PriorBlocks, explained: Tensor, residual: Tensor, index: Tensor | None

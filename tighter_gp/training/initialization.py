@@ -191,9 +191,7 @@ def start_beta(model: Any, likelihood: Any, q: Any, y: Tensor, **kwargs: Any) ->
     :param q: q(f) of a batch.
     :param y: Its targets.
     """
-    found = [
-        m for m in model.modules() if isinstance(m, BetaConditional) and bool((m.raw_beta == m.first_raw_beta).all())
-    ]
+    found = [m for m in model.modules() if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
     if len(found) != 1 or not found[0].raw_beta.requires_grad:
         return
     (conditional,) = found

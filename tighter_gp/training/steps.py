@@ -101,7 +101,7 @@ def eager_gradients(problem: Problem) -> Gradients:
     def compute(batch: Batch) -> tuple[Tensor | None, Exception | None]:
         try:
             loss = problem.loss(batch)
-            if batch.weight != 1.0:
+            if batch.weight != 1:
                 loss = loss * batch.weight
             loss.backward()
         except NUMERICAL_ERRORS as error:
@@ -130,7 +130,7 @@ def compiled_gradients(problem: Problem, batch_size: int) -> Gradients:
             problem.objective.zero_grad(set_to_none=True)
             return eager(batch)
         for parameter in problem.parameters.values():
-            if batch.weight != 1.0 and parameter.grad is not None:
+            if batch.weight != 1 and parameter.grad is not None:
                 parameter.grad.mul_(batch.weight)
         return loss * batch.weight, None
 
@@ -346,7 +346,7 @@ class LBFGSStep:
             return LBFGSState(quiet=state.quiet), Info(math.nan, error)
         if lbfgs.error is not None and not moved:
             return LBFGSState(quiet=state.quiet), Info(loss, lbfgs.error)
-        quiet = state.quiet + 1 if abs(before - loss) <= _QUIET * max(1.0, abs(loss)) else 0
+        quiet = state.quiet + 1 if abs(before - loss) <= _QUIET * max(1, abs(loss)) else 0
         converged = "converged" if not moved or quiet >= _QUIET_ITERATIONS else ""
         return LBFGSState(lbfgs, quiet=quiet), Info(loss, converged=converged)
 
