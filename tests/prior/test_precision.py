@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import gpytorch
 import pytest
 import torch
@@ -176,6 +178,12 @@ def test_float32_suffices_where_its_errors_are_below_the_noise(noise, variance, 
     matrix = variance * torch.tensor([[1.0, correlation], [correlation, 1.0]])
     tolerance = noise_tolerance(torch.linalg.cholesky(matrix), noise)
     assert bool(covers_rounding(tolerance, matrix.diagonal(), torch.float32)) == expected
+
+
+def test_the_tolerance_is_the_least_noise_times_the_root_of_the_smallest_pivot_over_the_largest_variance():
+    factor = torch.tensor([[1.0, 0.0], [1.5, 1.2]])
+    found = noise_tolerance(factor, torch.tensor([0.3, 0.2]))
+    torch.testing.assert_close(found, torch.tensor(0.2 / math.sqrt(1.5**2 + 1.2**2)))
 
 
 def test_the_spread_of_a_kernel_that_is_not_lowered_is_in_its_smallest_unit():

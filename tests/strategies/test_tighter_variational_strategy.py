@@ -9,6 +9,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
+from linear_operator import to_linear_operator
 from linear_operator.utils.errors import NanError
 
 import tighter_gp
@@ -551,3 +552,10 @@ def test_a_prior_on_beta_enters_the_bound():
     model = gp(conditional=BetaConditional(beta_prior=prior))
     mll = tighter_gp.TighterELBO(make_noise(0.1), model, N, combine_terms=False)
     torch.testing.assert_close(mll(model(P.x), P.y).log_prior, prior.log_prob(torch.tensor(1.0)) / N)
+
+
+def test_the_factor_that_others_ask_for_has_the_jitter():
+    strategy = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales), jitter_val=0.3).variational_strategy
+    root = torch.randn(M, M)
+    factor = strategy._cholesky_factor(to_linear_operator(root @ root.mT)).to_dense()
+    torch.testing.assert_close(factor @ factor.mT, root @ root.mT + 0.3 * torch.eye(M))

@@ -147,10 +147,7 @@ def natural_step(
 
 def sum_to(tensor: Tensor, batch_shape: torch.Size, inner: torch.Size) -> Tensor:
     """Sum over batch dimensions that q(u) does not have; those it has more of get copies."""
-    if tensor.shape == (*batch_shape, *inner):  # nearly always
+    shape = (*batch_shape, *inner)
+    if tensor.shape == shape:  # nearly always
         return tensor
-    extra = tensor.dim() - len(inner) - len(batch_shape)
-    if extra > 0:
-        tensor = tensor.sum(tuple(range(extra)))
-    shape = torch.broadcast_shapes(tensor.shape, (*batch_shape, *inner))
-    return tensor.expand(shape).sum_to_size(*batch_shape, *inner)
+    return tensor.expand(torch.broadcast_shapes(tensor.shape, shape)).sum_to_size(shape)
