@@ -265,8 +265,7 @@ def _digits(results: Sequence[Result]) -> list[Row]:
             continue
         all_won = all(one["win"] == sum(one.values()) for one in counts.values())
         any_won = any(one["win"] for one in counts.values())
-        gap = report.mean(map(report.gap, own))
-        why = "" if gap is None else f"at the same parameters the bounds are {gap.value:.4f} nats per image apart"
+        why = _why_so_little(own)
         checked = convergence.summary(
             [one for one in everything if (one.get("config") or {}).get("conditional") == kind]
         )
@@ -280,6 +279,25 @@ def _digits(results: Sequence[Result]) -> list[Row]:
             )
         )
     return rows
+
+
+def _why_so_little(results: Sequence[Result]) -> str:
+    """How far apart the bounds of a classifier are at all, and what is left to gain."""
+    gap, share, ratio = (
+        report.mean(values)
+        for values in (
+            map(report.gap, results),
+            (one.get("residual_share") for one in results),
+            (one.get("curvature_ratio") for one in results),
+        )
+    )
+    reasons = [] if gap is None else [f"at the same parameters the bounds are {gap.value:.4f} nats per image apart"]
+    if share is not None and ratio is not None:
+        reasons.append(
+            f"the inducing points leave {share.value:.0%} of the prior variance, but where a class is nearly certain the "
+            f"likelihood hardly bends: curvature times residual variance is {ratio.value:.3f} on average"
+        )
+    return "; ".join(reasons)
 
 
 def _latents(results: Sequence[Result]) -> list[Row]:

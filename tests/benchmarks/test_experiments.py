@@ -9,9 +9,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 import tighter_gp
-from benchmarks import prediction, runs, uci
+from benchmarks import mnist, models, prediction, runs, uci
+from benchmarks.data import load_digits
 from tests.benchmarks.support import (
     EXPERIMENTS,
     SMALL,
@@ -217,3 +219,17 @@ def test_a_run_that_learnt_the_mean_is_flagged(cli, tmp_path):
     np.savetxt(target / "data.csv.gz", table, delimiter=",")
     assert cli(*SMALL, "--methods", "svgp", "--splits", "0", "--data-dir", tmp_path, "--out", tmp_path) == 0
     assert lines(tmp_path / "uci.jsonl")[0]["flags"] == ["learnt the mean"]
+
+
+@pytest.mark.parametrize("method", ["t-svgp", "t-solve-gp"])
+def test_what_a_classifier_leaves_unexplained_is_a_share_and_shrinks_with_certainty(method):
+    data = load_digits(dtype=torch.float64, device=torch.device("cpu"))
+    start = models.make_start(data.train_x, 16, 0)
+    model, likelihood = models.make_classification(method, start, 10, "optimal")
+    found = mnist.unexplained(model.double(), likelihood, data)
+    assert 0 < found["residual_share"] < 1
+    # A softmax over ten classes bends by p (1 - p), at most .25.
+    assert 0 < found["curvature_ratio"] < 0.25 * found["residual_share"] * model.covar_module.outputscale.item()
+    with torch.no_grad():  # sure of one class
+        model.variational_strategy.base_variational_strategy._variational_distribution.variational_mean[0] += 30.0
+    assert mnist.unexplained(model, likelihood, data)["curvature_ratio"] < found["curvature_ratio"]

@@ -197,6 +197,10 @@ def test_digits_have_a_row_per_conditional():
         "MNIST, the best scales",
         "MNIST, one learned beta per class as in the paper",
     ]
+    assert "curvature times residual variance" not in claims.table(made, [])
+    told = [{**one, "residual_share": 0.25, "curvature_ratio": 0.0123, "error": 0.1} for one in made]
+    assert "leave 25% of the prior variance" in claims.table(told, [])
+    assert "curvature times residual variance is 0.012 on average" in claims.table(told, [])
 
 
 def test_the_last_term_has_a_row_per_start():
