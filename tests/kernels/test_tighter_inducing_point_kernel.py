@@ -341,3 +341,9 @@ def test_what_inducing_points_explain_wholly_leaves_no_negative_variance():
         with gpytorch.settings.sgpr_diagonal_correction(False):
             explained = model.covar_module(P.x[:20]).to_dense().diagonal()
     assert bool((variance >= explained).all())
+
+
+def test_training_with_kernels_that_are_evaluated_at_once_is_refused_with_the_way_out():
+    model = collapsed()
+    with gpytorch.settings.lazily_evaluate_kernels(False), pytest.raises(TypeError, match="is off: turn it on"):
+        objective(model)

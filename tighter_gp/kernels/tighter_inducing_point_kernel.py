@@ -198,7 +198,8 @@ class TighterInducingPointKernel(InducingPointKernel):
             raise TypeError(
                 "TighterInducingPointKernel is inside another kernel, which would scale or add to what it explains but not "
                 "to the price of what it leaves. Put the other kernel inside: "
-                "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood)."
+                "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood). If it is in no other, "
+                "gpytorch.settings.lazily_evaluate_kernels is off: turn it on."
             )
         if self.training and self.bound == "titsias":
             _refuse_missing()  # GPyTorch's own term would let every row pay

@@ -143,7 +143,7 @@ class _Stationary(torch.autograd.Function):
         if scale is not None:
             if ctx.needs_input_grad[2]:
                 grad_scale = ((grad * value).sum((-1, -2), keepdim=True) / scale).sum_to_size(scale.shape)
-            weight = weight.mul_(scale) if weight.shape == value.shape else weight * scale
+            weight.mul_(scale)
         factor = 2 * ctx.factor
         if x2 is None:
             # Both arguments are x1: the weights act from the left and from the right.
@@ -199,7 +199,7 @@ class _StationaryBlocks(torch.autograd.Function):
         if scale is not None:
             if ctx.needs_input_grad[2]:
                 grad_scale = ((grad * value).sum((-1, -2), keepdim=True) / scale).sum_to_size(scale.shape)
-            weight = weight.mul_(scale) if weight.shape == value.shape else weight * scale
+            weight.mul_(scale)
         # The weights act on Z from the right and on all inputs, Z among them, from the left.
         z = x[..., : ctx.size, :]
         by_x = weight.sum(-2).unsqueeze(-1) * x - weight.mT @ z
