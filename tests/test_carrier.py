@@ -154,6 +154,17 @@ def test_reshaping_keeps_the_carried_tensors_and_the_strategy(name):
     torch.testing.assert_close(diagonal(result), dense_diagonal(result), rtol=rtol, atol=0)
 
 
+@pytest.mark.parametrize("name", RESHAPES)
+def test_reshaping_an_operator_that_carries_nothing_is_that_of_its_matrix(name):
+    matrix = carrier(2, 3).to_dense()
+    matrix = matrix + 0.1 * torch.arange(N).double()  # nor need it be symmetric
+    operator = ImplicitLinearOperator(matrix.diagonal(dim1=-1, dim2=-2), lambda: matrix)
+    result, expected = (RESHAPES[name][0](one) for one in (operator, to_linear_operator(matrix)))
+    assert isinstance(result, ImplicitLinearOperator)
+    assert torch.equal(result.to_dense(), expected.to_dense())
+    assert torch.equal(diagonal(result), dense_diagonal(result))
+
+
 @pytest.mark.parametrize("name", ["detach", "deepcopy", "pickle"])
 def test_copies_of_an_operator_in_a_graph_have_none(name):
     operator = carrier(2, 3, requires_grad=True)
