@@ -725,3 +725,18 @@ def test_chunks_have_the_nodes_of_their_likelihood_in_memory(functions, size, mo
         likelihood, y = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False), torch.zeros(12)
     distribution_of_y(likelihood, q, num_samples=64).log_prob(y)
     assert max(sizes) == size
+
+
+def test_quantiles_are_looked_for_around_the_mean_in_standard_deviations():
+    f = FunctionValues(torch.tensor([0.5, 1.0]), torch.tensor([0.4, 0.9]))
+    likelihood = likelihoods.StudentTLikelihood()
+    likelihood.initialize(noise=0.3, deg_free=5.0)
+    place, distance = StudentTMarginal(likelihood, {}, 16, 0).around(f)
+    torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.3))
+    place, distance = LaplaceMarginal(with_noise(likelihoods.LaplaceLikelihood(), 0.3), {}, 16, 0).around(f)
+    torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.6))
+
+
+def with_noise(likelihood, noise):
+    likelihood.noise = noise
+    return likelihood

@@ -118,32 +118,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 + info",
         "factor.diagonal(dim1=-1, dim2=-2).sum(-1) * 0 - info",
     ),
-    # Where a search for quantiles begins.
-    (
-        "predictions/marginals.py",
-        "return (f.mean, (f.variance + self.likelihood.noise).sqrt())",
-        "(f.variance + self.likelihood.noise).sqrt()",
-        "f.variance + self.likelihood.noise",
-    ),
-    # The weights of the two ends of a bracket steer the speed of a root search, which ends at the same root.
-    (
-        "conditionals/optimal.py",
-        "excess_above = torch.where(is_below, torch.where(stuck, 0.5, 1.0) * excess_above, value)",
-        "1.0",
-        "3.0",
-    ),
-    *(
-        (
-            "conditionals/optimal.py",
-            "excess_below = torch.where(is_below, value, torch.where(stuck, 0.5, 1.0) * excess_below)",
-            *change,
-        )
-        for change in (
-            ("1.0", "3.0"),
-            ("0.5", "2.0"),
-            ("torch.where(stuck, 0.5, 1.0) * excess_below", "torch.where(stuck, 0.5, 1.0) / excess_below"),
-        )
-    ),
 )
 
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gpytorch
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tests.training.problems import M, N, collapsed, data, gplvm, per_point, pro
 from tighter_gp.training import distributed, fit
 from tighter_gp.training.lbfgs import FullBatchLBFGS
 from tighter_gp.training.optimizers import Optimizers, can_fuse
-from tighter_gp.training.steps import joined_rows, read_together
+from tighter_gp.training.steps import LBFGSState, LBFGSStep, joined_rows, read_together
 
 
 def test_one_natural_step_of_size_one_lands_on_the_collapsed_bound():
@@ -253,3 +255,21 @@ def test_adam_continues_from_its_checkpoint_as_if_it_had_never_stopped(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         fit(*problem(), x, y, checkpoint=tmp_path / "run.pt", callbacks=[interrupt], **options)
     assert fit(*problem(), x, y, checkpoint=tmp_path / "run.pt", resume=True, **options).loss == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_quiet"),
+    [
+        (1e6 + 5e-4, 1e6, True),  # relative to a large loss
+        (1e6 + 5e-3, 1e6, False),
+        (5e-10, 0.0, True),  # and as it is beside a small one
+        (5e-9, 0.0, False),
+    ],
+)
+def test_lbfgs_has_converged_after_three_iterations_that_change_nothing(before, after, is_quiet):
+    lbfgs = SimpleNamespace(loss=before, error=None, step=lambda: (after, True))
+    step, state, ends = LBFGSStep(None), LBFGSState(lbfgs), []
+    for _ in range(3):
+        state, info = step.step(state, None, None)
+        ends.append(info.converged)
+    assert ends == (["", "", "converged"] if is_quiet else ["", "", ""])
