@@ -283,14 +283,9 @@ def _digits(results: Sequence[Result]) -> list[Row]:
 
 def _why_so_little(results: Sequence[Result]) -> str:
     """How far apart the bounds of a classifier are at all, and what is left to gain."""
-    gap, share, ratio = (
-        report.mean(values)
-        for values in (
-            map(report.gap, results),
-            (one.get("residual_share") for one in results),
-            (one.get("curvature_ratio") for one in results),
-        )
-    )
+    tighter = [one for one in results if one["method"].startswith("t-")]  # with scales of its own
+    gap = report.mean(map(report.gap, tighter))
+    share, ratio = (report.mean(one.get(name) for one in tighter) for name in ("residual_share", "curvature_ratio"))
     reasons = [] if gap is None else [f"at the same parameters the bounds are {gap.value:.4f} nats per image apart"]
     if share is not None and ratio is not None:
         reasons.append(

@@ -44,12 +44,14 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 def headline(results: list[report.Result]) -> str:
-    """One row per data set: of its runs with the same settings those with most pairs, then most inducing points, then newest."""
+    """One row per data set, of the package's default scales: of its runs with the same settings those with most pairs, then
+    most inducing points, then newest.
+    """
     chosen: list[report.Result] = []
     for experiment, (base, datasets) in HEADLINE.items():
         shown = sections.comparable([one for one in results if one["experiment"] == experiment], experiment)
         for dataset in datasets:
-            own = [one for one in shown if one["dataset"] == dataset]
+            own = [one for one in shown if one["dataset"] == dataset and _has_default_scales(one)]
             found = []
             for key, group in report.grouped(own).items():
                 matched = [pair for names, pair in report.pairs(group).items() if names[0] == base]
@@ -59,6 +61,10 @@ def headline(results: list[report.Result]) -> str:
             chosen += max(found, key=lambda one: one[:3], default=(0, 0, "", []))[3]
     text = report.pairs_table(chosen, brief=True)
     return "" if text is None else f"{text}\n\n{report.CAPTION}"
+
+
+def _has_default_scales(result: report.Result) -> bool:
+    return (result.get("config") or {}).get("conditional", "optimal") == "optimal"
 
 
 def steps(lines: list[dict[str, Any]]) -> str:

@@ -98,6 +98,16 @@ def test_a_row_per_data_set_with_most_pairs_then_most_inducing_points():
     assert readme.headline([]) == ""
 
 
+def test_the_scales_of_the_first_table_are_the_default_ones():
+    made = [
+        {**one, "experiment": "mnist", "dataset": "mnist", "num_inducing": number, "config": {"conditional": name}}
+        for one in results()
+        for name, number in (("beta", 512), ("optimal", 256))
+    ]
+    (row,) = [line for line in readme.headline(made).splitlines() if line.startswith("| mnist")]
+    assert row.split("|")[2].strip() == "256"
+
+
 def test_step_times_have_the_columns_that_were_measured():
     def line(size, **times):
         names = {"stock": "gpytorch svgp", "ours": "t-svgp"}
