@@ -8,6 +8,8 @@ evaluated on the whole training set at each run's own parameters, with the same 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,14 @@ def bounds(method: str, model: Any, likelihood: Any, data: Split, start: models.
     }
 
 
+@contextmanager
+def _test_draws() -> Iterator[None]:
+    """The draws of the reported numbers, the same whoever asks."""
+    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
+        torch.manual_seed(0)
+        yield
+
+
 @torch.no_grad()
 def unexplained(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
     r"""Why a tighter bound gains what it does: means over training points and classes.
@@ -192,8 +202,7 @@ def unexplained(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
     which stands where :math:`d_n / \sigma^2` does under Gaussian noise: a best scale is :math:`1 / (1 + \lambda_n d_n)`.
     """
     share, ratio = 0.0, 0.0
-    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
-        torch.manual_seed(0)
+    with _test_draws():
         for x, y in zip(data.train_x.split(1024), data.train_y.split(1024), strict=True):
             q = model(x)
             (carrier,) = iter_carriers(q.lazy_covariance_matrix)
@@ -205,8 +214,7 @@ def unexplained(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
 
 def _bound(model: Any, likelihood: Any, data: Split) -> float:
     """A bound per training point; the draws are the same for every model."""
-    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
-        torch.manual_seed(0)
+    with _test_draws():
         bound = tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y)
         return float(bound) / len(data.train_y)
 
@@ -217,8 +225,7 @@ def scores(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     wrong, density = 0, 0.0
-    with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
-        torch.manual_seed(0)
+    with _test_draws():
         for x, y in zip(data.test_x.split(1024), data.test_y.split(1024), strict=True):
             probabilities = likelihood(model(x)).probs.mean(0)
             wrong += int((probabilities.argmax(-1) != y).sum())

@@ -60,7 +60,7 @@ class ImplicitLinearOperator(LinearOperator):
         """Apply a function of a tensor and the number of its last dimensions that are not batch to all that is held."""
         return ImplicitLinearOperator(function(self.variance, 1), lambda: function(self.to_dense(), 2))
 
-    def detach(self) -> LinearOperator:
+    def detach(self) -> ImplicitLinearOperator:
         return self._map(lambda tensor, _: tensor.detach())
 
     def detach_(self) -> LinearOperator:
@@ -87,10 +87,11 @@ class ImplicitLinearOperator(LinearOperator):
 
     def __reduce__(self) -> Any:
         # Closures cannot be copied or pickled: the matrix itself is.
-        return _restored, (self.__class__, self.variance.detach(), self.to_dense().detach(), *self._carried())
+        plain = self.detach()
+        return _restored, (self.__class__, plain.variance, plain.to_dense(), *plain._carried())
 
     def _carried(self) -> tuple[Any, ...]:
-        """What this was made from beside the matrix, without a graph."""
+        """What this was made from beside the matrix."""
         return ()
 
     def _get_indices(self, row_index, col_index, *batch_indices) -> Tensor:
@@ -159,10 +160,7 @@ class Carrier(ImplicitLinearOperator):
         self.copied = (False,) * len(self.batch_shape) if copied is None else copied
 
     def _carried(self) -> tuple[Any, ...]:
-        blocks = self.blocks
-        if blocks is not None:
-            blocks = blocks._replace(covariance=blocks.covariance.detach())
-        return self.explained.detach(), self.residual.detach(), self.strategy, self.index, blocks, self.copied
+        return self.explained, self.residual, self.strategy, self.index, self.blocks, self.copied
 
     def _map(self, function: Callable[[Tensor, int], Tensor], copied: tuple[bool, ...] | None = None) -> Carrier:
         blocks = self.blocks

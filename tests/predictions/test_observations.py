@@ -733,10 +733,5 @@ def test_quantiles_are_looked_for_around_the_mean_in_standard_deviations():
     likelihood.initialize(noise=0.3, deg_free=5.0)
     place, distance = StudentTMarginal(likelihood, {}, 16, 0).around(f)
     torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.3))
-    place, distance = LaplaceMarginal(with_noise(likelihoods.LaplaceLikelihood(), 0.3), {}, 16, 0).around(f)
+    place, distance = LaplaceMarginal(likelihoods.LaplaceLikelihood().initialize(noise=0.3), {}, 16, 0).around(f)
     torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.6))
-
-
-def with_noise(likelihood, noise):
-    likelihood.noise = noise
-    return likelihood

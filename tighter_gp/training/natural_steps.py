@@ -134,7 +134,7 @@ class NaturalStep:
 
         def evaluate() -> Tensor:
             problem.seed_step(call.number)  # a second pass draws what the first did
-            return problem.loss(batch) * batch.weight if batch.weight != 1.0 else problem.loss(batch)
+            return problem.weighted_loss(batch)
 
         gaussian = None
         if batch.x is not None:

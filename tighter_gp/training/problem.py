@@ -60,6 +60,11 @@ class Problem:
             return -self.objective(self.model(batch.x), batch.y).sum()
         return -self.objective(self.model(batch.x, **self.positions(batch)), batch.y, **batch.kwargs).sum()
 
+    def weighted_loss(self, batch: Batch) -> Tensor:
+        """The same times the weight of the batch, which is not one where several processes share it."""
+        loss = self.loss(batch)
+        return loss if batch.weight == 1 else loss * batch.weight
+
     def start_beta(self, batch: Batch) -> None:
         """See :func:`~tighter_gp.training.initialization.start_beta`."""
         if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):

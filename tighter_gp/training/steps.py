@@ -100,9 +100,7 @@ def eager_gradients(problem: Problem) -> Gradients:
 
     def compute(batch: Batch) -> tuple[Tensor | None, Exception | None]:
         try:
-            loss = problem.loss(batch)
-            if batch.weight != 1:
-                loss = loss * batch.weight
+            loss = problem.weighted_loss(batch)
             loss.backward()
         except NUMERICAL_ERRORS as error:
             return None, error
