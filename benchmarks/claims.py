@@ -171,7 +171,7 @@ def _last_term(results: Sequence[Result]) -> list[Row]:
 
 
 def _start(result: Result) -> str:
-    return (result.get("config") or {}).get("start", "median")
+    return report.setting(result, "start", "median")
 
 
 def _regression(results: Sequence[Result]) -> list[Row]:
@@ -257,8 +257,8 @@ def _digits(results: Sequence[Result]) -> list[Row]:
     everything = with_bases([result for result in results if result["dataset"] == "mnist"])
     shown = comparable(everything, "mnist")
     rows = []
-    for kind in dict.fromkeys((one.get("config") or {}).get("conditional") for one in shown):
-        own = [one for one in shown if (one.get("config") or {}).get("conditional") == kind]
+    for kind in dict.fromkeys(report.setting(one, "conditional") for one in shown):
+        own = [one for one in shown if report.setting(one, "conditional") == kind]
         metrics = (BOUND, LOG_LIKELIHOOD, ERROR)
         counts = {metric.title: report.tally(_differences(own, metric), metric) for metric in metrics}
         if not any(sum(one.values()) for one in counts.values()):
@@ -266,9 +266,7 @@ def _digits(results: Sequence[Result]) -> list[Row]:
         all_won = all(one["win"] == sum(one.values()) for one in counts.values())
         any_won = any(one["win"] for one in counts.values())
         why = _why_so_little(own)
-        checked = convergence.summary(
-            [one for one in everything if (one.get("config") or {}).get("conditional") == kind]
-        )
+        checked = convergence.summary([one for one in everything if report.setting(one, "conditional") == kind])
         rows.append(
             Row(
                 f"MNIST{_CONDITIONALS.get(kind, '')}: substantial gains in all metrics",
@@ -359,5 +357,5 @@ def _collapsed(results: Sequence[Result]) -> list[Row]:
 
 
 def _key(result: Result) -> tuple[Any, ...]:
-    blocks = (result.get("config") or {}).get("num_blocks")
+    blocks = report.setting(result, "num_blocks")
     return result["dataset"], result.get("num_inducing"), result["method"], blocks

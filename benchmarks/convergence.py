@@ -64,7 +64,7 @@ def family(result: Result) -> Family:
 
 
 def _epochs(result: Result) -> int | None:
-    return (result.get("config") or {}).get("epochs")
+    return report.setting(result, "epochs")
 
 
 def _families(results: Sequence[Result]) -> dict[Family, dict[int, list[Result]]]:

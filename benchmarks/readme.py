@@ -64,7 +64,7 @@ def headline(results: list[report.Result]) -> str:
 
 
 def _has_default_scales(result: report.Result) -> bool:
-    return (result.get("config") or {}).get("conditional", "optimal") == "optimal"
+    return report.setting(result, "conditional", "optimal") == "optimal"
 
 
 def steps(lines: list[dict[str, Any]]) -> str:

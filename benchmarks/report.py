@@ -179,6 +179,11 @@ def show_means(metrics: Iterable[Metric], results: Sequence[Result]) -> list[str
     return ["" if cell is None else cell.show(metric.digits) for metric, cell in found]
 
 
+def setting(result: Result, name: str, default: Any = None) -> Any:
+    """What a run was made with, where its line says so."""
+    return (result.get("config") or {}).get(name, default)
+
+
 def base_of(method: str, methods: Iterable[str]) -> str | None:
     """The base of a tighter method among the others: ``t-svgp`` has ``svgp``, ``tv-bgplvm`` has ``v-bgplvm``."""
     base = method[1:].lstrip("-") if method.startswith("t") else None
