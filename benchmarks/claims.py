@@ -351,9 +351,20 @@ def _collapsed(results: Sequence[Result]) -> list[Row]:
                 ", ".join(f"{number:.2f}" for number in printed),
                 ", ".join(one.show(2) for one in values),
                 AGREES if all(near) else PARTLY if any(near) else DIFFERS,
+                _unfinished(own),
             )
         )
     return rows
+
+
+def _unfinished(results: Sequence[Result]) -> str:
+    """Whether L-BFGS was stopped, and what it still gained; empty where it ended by itself."""
+    stopped = [one for one in results if not one.get("converged", True)]
+    rise = report.mean(one["bound"] - one["bound_at_half"] for one in stopped if "bound_at_half" in one)
+    if not stopped:
+        return ""
+    still = "" if rise is None else f"; their second half raised the bound by {rise.value:.4f} nats per point"
+    return f"not converged: stopped after {report.setting(stopped[0], 'max_iter'):,} iterations{still}"
 
 
 def _key(result: Result) -> tuple[Any, ...]:

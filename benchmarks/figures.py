@@ -104,7 +104,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def _scores(results: Sequence[Result], metric: Metric) -> Figure:
-    """One panel a data set and settings: a metric against the number of inducing points."""
+    """One panel per data set and settings: a metric against the number of inducing points."""
     panels: dict[str, list[Result]] = {}
     settings = settings_of(results)
     for key, group in grouped(results).items():

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tighter_gp
-from benchmarks import mnist, models, prediction, runs, uci
-from benchmarks.data import load_digits
+from benchmarks import blocks, mnist, models, prediction, runs, uci
+from benchmarks.data import Split, load_digits
 from tests.benchmarks.support import (
     EXPERIMENTS,
     SMALL,
@@ -233,3 +233,18 @@ def test_what_a_classifier_leaves_unexplained_is_a_share_and_shrinks_with_certai
     with torch.no_grad():  # sure of one class
         model.variational_strategy.base_variational_strategy._variational_distribution.variational_mean[0] += 30.0
     assert mnist.unexplained(model, likelihood, data)["curvature_ratio"] < found["curvature_ratio"]
+
+
+def test_half_of_the_iterations_is_what_half_the_budget_would_give():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, dtype=torch.float64, generator=generator)
+    y = x[:, 0].sin() + 0.1 * torch.randn(40, dtype=torch.float64, generator=generator)
+    data = Split("toy", x, y, x, y, 1.0)
+
+    def train(iterations):
+        return blocks.train(blocks.Collapsed(data, x[:6], "tighter", None), data, iterations)
+
+    whole, half = train(12), train(6)
+    assert whole.bound_at_half == half.bound < whole.bound
+    assert not whole.converged
+    assert train(1000).converged

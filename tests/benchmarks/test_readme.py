@@ -251,6 +251,16 @@ def test_collapsed_models_are_found_by_size_method_and_blocks():
     ]
 
 
+def test_a_collapsed_model_whose_training_was_stopped_says_so():
+    made = result("sgpr", 0, -0.4, 0.14, 0.26, num_inducing=256, config={"num_blocks": None, "max_iter": 1000})
+    line = {**made, "experiment": "blocks"}
+    stopped = "not converged: stopped after 1,000 iterations"
+    assert "not converged" not in claims.table([{**line, "converged": True, "bound_at_half": -0.5}], [])
+    assert f"{stopped} " in claims.table([{**line, "converged": False}], [])
+    text = claims.table([{**line, "converged": False, "bound_at_half": -0.4125}], [])
+    assert f"{stopped}; their second half raised the bound by 0.0125 nats per point" in text
+
+
 def test_run_times_are_compared_with_our_own_base():
     line = {"experiment": "speed", "milliseconds": {"svgp": 2.0, "t-svgp": 2.1, "gpytorch svgp": 9.0}}
     assert verdicts([], [line]) == {"run times are almost identical": "yes"}
