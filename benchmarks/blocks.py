@@ -22,12 +22,12 @@ from torch import Tensor
 
 import tighter_gp
 
-from .data import Split, check_regression, load_regression
+from .data import Split, check_regression, load_split
 from .errors import UserError
 from .models import NOISE_FLOOR
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 
 METHODS = {"exact": None, "sgpr": "titsias", "t-sgpr": "tighter", "block": "block", "full": "full"}
 DEFAULTS: dict[str, Any] = {
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     check_regression(args.datasets, args.splits, args.data_dir)
     session = Session("blocks", args)
     planned = [
-        describe(args, dataset, split, number, seed, method, num_blocks)
+        describe(dataset, number, seed, method, settings(args, num_blocks), split)
         for dataset in args.datasets
         for split in args.splits
         for seed in args.seed
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     session.plan(planned)
     results = []
     for one in planned:
-        data = load(args, one["dataset"], one["split"], one["seed"])
+        data = load(one, args)
         results.append(session.run(one, partial(execute, one, data)))
     print(
         f"\n{'dataset':>10} {'M':>5} {'method':>8} {'bound':>9} {'RMSE':>7} {'NLPD':>8} {'noise std':>9} {'seconds':>8}"
@@ -119,47 +119,31 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def describe(
-    args: argparse.Namespace,
-    dataset: str,
-    split: int,
-    num_inducing: int | None,
-    seed: int,
-    method: str,
-    num_blocks: int | None,
-) -> dict[str, Any]:
-    """What tells a run from others."""
-    config = {
+def settings(args: argparse.Namespace, num_blocks: int | None) -> dict[str, Any]:
+    """Those of a run."""
+    return {
         "num_train": args.num_train,
         "num_blocks": num_blocks,
         "max_iter": args.max_iter,
-        "dtype": str(args.dtype).removeprefix("torch."),
+        "dtype": args.dtype,
         "kernel": "rbf-ard",
         "noise_floor": NOISE_FLOOR,
     }
-    return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": config,
-    }
 
 
-def load(args: argparse.Namespace, dataset: str, split: int, seed: int) -> Split:
+def load(run: dict[str, Any], args: argparse.Namespace) -> Split:
     """Random training rows of a split, standardised by themselves, and all of its test rows."""
-    data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
+    data = load_split(run, args)
     if args.num_train > len(data.train_y):
         raise UserError(
-            f"--num-train {args.num_train} is more than the {len(data.train_y)} training rows of {dataset}."
+            f"--num-train {args.num_train} is more than the {len(data.train_y)} training rows of {run['dataset']}."
         )
-    rows = np.random.default_rng(seed).permutation(len(data.train_y))[: args.num_train]
+    rows = np.random.default_rng(run["seed"]).permutation(len(data.train_y))[: args.num_train]
     x, y = data.train_x[torch.from_numpy(rows)], data.train_y[torch.from_numpy(rows)]
     x_mean, x_std, y_mean, y_std = x.mean(0), x.std(0, correction=0), y.mean(), y.std(correction=0)
     x_std = torch.where(x_std > 0, x_std, 1.0)
     return Split(
-        dataset,
+        run["dataset"],
         (x - x_mean) / x_std,
         (y - y_mean) / y_std,
         (data.test_x - x_mean) / x_std,

@@ -8,6 +8,7 @@ downloaded with pooch.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import hashlib
@@ -23,7 +24,7 @@ import zlib
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -218,6 +219,11 @@ def load_regression(
         test[:, -1].clone(),
         float(std[-1]),
     )
+
+
+def load_split(run: dict[str, Any], args: argparse.Namespace) -> Split:
+    """The data of a run of an experiment."""
+    return load_regression(run["dataset"], run["split"], data_dir=args.data_dir, dtype=args.dtype, device=args.device)
 
 
 @lru_cache(maxsize=2)

@@ -25,13 +25,13 @@ import torch
 
 from tighter_gp.training import distributed
 
-from . import flights, models
+from . import flights, models, uci
 from .data import Split
 from .errors import UserError
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
-from .uci import Trace
+from .runs import Session, describe
+from .traces import Trace, at_epochs
 
 GPS, BASELINES = ("svgp", "t-svgp"), ("linear", "trees")
 DEFAULTS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError("linear model and trees are for one process.")
     session = Session("million", args)
     planned = [
-        describe(args, dataset, split, number if method in GPS else None, seed, method)
+        describe(dataset, number if method in GPS else None, seed, method, settings(args, method), split)
         for dataset in args.datasets
         for split in args.splits
         for method in args.methods
@@ -85,31 +85,14 @@ def run(args: argparse.Namespace) -> None:
         session.run(one, partial(METHODS[one["method"]], one, rows, args.device))
 
 
-def describe(
-    args: argparse.Namespace, dataset: str, split: int, num_inducing: int | None, seed: int, method: str
-) -> dict[str, Any]:
-    """What tells a run from others."""
+def settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """Those of a method."""
     config: dict[str, Any] = {"num_test": 150 if args.smoke else 100_000, "airports": "scaling of distances, plane"}
     if method in GPS:
-        config |= {
-            "epochs": args.epochs,
-            "batch_size": args.batch_size,
-            "recipe": models.RECIPE,
-            "dtype": str(args.dtype).removeprefix("torch."),
-            "kernel": "matern-3/2 ard",
-            "noise_floor": models.NOISE_FLOOR,
-            "processes": distributed.world_size(),
-        }
+        config |= {**uci.settings(args), "processes": distributed.world_size()}
     elif method == "trees":
         config |= TREES
-    return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": config,
-    }
+    return config
 
 
 def load(run: dict[str, Any], args: argparse.Namespace, parent: Path) -> flights.Rows:
@@ -136,7 +119,7 @@ def train_gp(
     # The training rows stay on the disk: `fit` and `evaluate_bound` take memory maps.
     maps: Any = (rows.train_x, rows.train_y)
     data = Split(run["dataset"], *maps, as_tensor(rows.test_x), as_tensor(rows.test_y), rows.target_std)
-    trace = Trace(data, models.METHODS[method].tighter, config["epochs"], config["epochs"], with_bound=False)
+    trace = Trace(partial(uci.measure, data, None), at_epochs(config["epochs"], config["epochs"]))
     history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     values = models.regression_bounds(model, likelihood, data)
     return {

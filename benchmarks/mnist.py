@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from .data import Split, load_digits, load_mnist
 from .errors import UserError
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
+from .traces import Trace, at_epochs, place
 
 DEFAULTS: dict[str, Any] = {
     "methods": list(models.METHODS),
@@ -71,65 +73,33 @@ def run(args: argparse.Namespace) -> None:
                 f"{max(args.num_inducing)} inducing points are more than the {len(data.train_y)} training points of {name}."
             )
     session = Session("mnist", args)
-    planned = [(name, number, seed) for name in args.datasets for number in args.num_inducing for seed in args.seed]
-    session.plan([describe(args, *point, method) for point in planned for method in args.methods])
+    config = {
+        "epochs": args.epochs,
+        "batch_size": args.batch_size,
+        "recipe": models.RECIPE,
+        "dtype": args.dtype,
+        "kernel": "rbf",
+        "conditional": args.conditional,
+    }
+    planned = [
+        [describe(*point, method, config) for method in args.methods]
+        for point in product(args.datasets, args.num_inducing, args.seed)
+    ]
+    session.plan(list(chain(*planned)))
     models.warm_up()
-    for name, num_inducing, seed in planned:
-        runs = [describe(args, name, num_inducing, seed, method) for method in args.methods]
+    for runs in planned:
         if session.all_done(runs):
             continue
-        start = models.make_start(loaded[name].train_x, num_inducing, seed)
+        data = loaded[runs[0]["dataset"]]
+        start = models.make_start(data.train_x, runs[0]["num_inducing"], runs[0]["seed"])
         for one in runs:
-            session.run(one, partial(train, one, loaded[name], start, args.traces))
+            session.run(one, partial(train, one, data, start, args.traces))
 
 
-def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
-    """What tells a run from others."""
-    return {
-        "dataset": dataset,
-        "split": 0,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": {
-            "epochs": args.epochs,
-            "batch_size": args.batch_size,
-            "recipe": models.RECIPE,
-            "dtype": str(args.dtype).removeprefix("torch."),
-            "kernel": "rbf",
-            "conditional": args.conditional,
-        },
-    }
-
-
-class Trace:
-    """Scores the test set a few times in training; its state is part of a checkpoint."""
-
-    def __init__(self, data: Split, epochs: int, times: int) -> None:
-        self.data, self.every = data, max(1, epochs // times) if times > 0 else 0
-        self.points: list[dict[str, Any]] = []
-
-    def __call__(self, state: Step) -> None:
-        """Called after every step."""
-        if self.every and state.epoch_end and state.epoch % self.every == 0:
-            recent = state.history.loss[-state.step // state.epoch :]
-            self.points.append(
-                {
-                    "epoch": state.epoch,
-                    "step": state.step,
-                    "seconds": round(state.history.seconds, 3),
-                    "bound": -sum(recent) / len(recent),  # mean over the last epoch's batches
-                    **scores(state.model, state.likelihood, self.data),
-                }
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was recorded."""
-        return {"points": self.points}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.points = state["points"]
+def measure(data: Split, state: Step) -> dict[str, Any]:
+    """The test scores in training, and the mean of the last epoch's estimates of the bound."""
+    recent = state.history.loss[-state.step // state.epoch :]
+    return {**place(state), "bound": -sum(recent) / len(recent), **scores(state.model, state.likelihood, data)}
 
 
 def train(
@@ -139,7 +109,7 @@ def train(
     method, config = run["method"], run["config"]
     tighter = models.METHODS[method].tighter
     model, likelihood = models.make_classification(method, start, NUM_CLASSES, config["conditional"])
-    trace = Trace(data, config["epochs"], traces)
+    trace = Trace(partial(measure, data), at_epochs(config["epochs"], traces))
     with gpytorch.settings.num_likelihood_samples(_TRAIN_SAMPLES):
         history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     test_scores = scores(model, likelihood, data)

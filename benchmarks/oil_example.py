@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from .errors import UserError
 from .gplvm.rows import DATASETS, make_phases
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 
 # The two lines in which the methods differ.
 METHODS: dict[str, tuple[Any, Any]] = {
@@ -98,13 +99,8 @@ def run(args: argparse.Namespace) -> None:
         if args.batch_size > len(rows):
             raise UserError(f"--batch-size {args.batch_size} is more than the {len(rows)} rows of {name}.")
     session = Session("oil_example", args)
-    planned = [
-        describe(args, name, number, seed, method)
-        for name in args.datasets
-        for number in args.num_inducing
-        for seed in args.seed
-        for method in args.methods
-    ]
+    config = {"steps": args.steps, "batch_size": args.batch_size, "lr": args.lr, "dtype": args.dtype}
+    planned = [describe(*point, config) for point in product(args.datasets, args.num_inducing, args.seed, args.methods)]
     session.plan(planned)
     for one in planned:
         session.run(one, partial(train, one, loaded[one["dataset"]]))
@@ -114,23 +110,6 @@ def _load(name: str, args: argparse.Namespace) -> Tensor:
     """The training rows, not standardised."""
     rows = load_oil_flow(args.data_dir)["train"][0] if name == "oil" else make_phases(150, seed=0)[0]
     return rows.to(device=args.device, dtype=args.dtype)
-
-
-def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
-    """What tells a run from others."""
-    return {
-        "dataset": dataset,
-        "split": 0,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": {
-            "steps": args.steps,
-            "batch_size": args.batch_size,
-            "lr": args.lr,
-            "dtype": str(args.dtype).removeprefix("torch."),
-        },
-    }
 
 
 class Training:

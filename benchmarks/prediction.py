@@ -13,6 +13,7 @@ import argparse
 import time
 import warnings
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from torch import Tensor
 
 import tighter_gp
 
-from .data import Split, check_regression, check_sizes, load_regression
+from .data import Split, check_regression, check_sizes, load_split
 from .models import NOISE_FLOOR, make_start, warm_up
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 from .starts import start_from_rows
 
 METHODS = ("drop", "exact", "optimal", "subset", "diagonal")
@@ -92,21 +93,20 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
     session = Session("prediction", args)
     planned = [
-        (dataset, split, number, seed, start)
+        [describe(dataset, number, seed, method, settings(args, start), split) for method in args.methods]
         for dataset in args.datasets
         for start in args.start
         for split in few.get(dataset, args.splits)
         for number in args.num_inducing
         for seed in args.seed
     ]
-    session.plan([describe(args, *point, method) for point in planned for method in args.methods])
+    session.plan(list(chain(*planned)))
     warm_up()
-    for dataset, split, number, seed, start in planned:
-        runs = [describe(args, dataset, split, number, seed, start, method) for method in args.methods]
+    for runs in planned:
         if session.all_done(runs):
             continue
-        data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
-        points, lengthscale = make_start(data.train_x, number, seed)
+        data = load_split(runs[0], args)
+        points, lengthscale = make_start(data.train_x, runs[0]["num_inducing"], runs[0]["seed"])
         model = SGPR(data, points, lengthscale)
         trained: dict[str, Any] = {}
         training = session.shared(runs[0])
@@ -115,26 +115,10 @@ def run(args: argparse.Namespace) -> None:
         session.forget(training)
 
 
-def describe(
-    args: argparse.Namespace, dataset: str, split: int, num_inducing: int, seed: int, start: str, method: str
-) -> dict[str, Any]:
-    """What tells a run from others."""
-    config: dict[str, Any] = {
-        "epochs": args.epochs,
-        "dtype": str(args.dtype).removeprefix("torch."),
-        "kernel": "matern-3/2 ard",
-        "noise_floor": NOISE_FLOOR,
-    }
-    if start != "median":  # which lines without a start have
-        config["start"] = start
-    return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": config,
-    }
+def settings(args: argparse.Namespace, start: str) -> dict[str, Any]:
+    """What the runs from a start have in common."""
+    config = {"epochs": args.epochs, "dtype": args.dtype, "kernel": "matern-3/2 ard", "noise_floor": NOISE_FLOOR}
+    return config if start == "median" else {**config, "start": start}  # lines without a start have the median
 
 
 def evaluate(

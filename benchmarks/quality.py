@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,12 @@ from torch import Tensor
 
 import tighter_gp
 
-from .data import Split, check_regression, check_sizes, load_regression
+from .data import Split, check_regression, check_sizes, load_split
 from .errors import UserError
 from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 from .time_to_quality import by_dataset, scores
 
 DEFAULTS: dict[str, Any] = {
@@ -108,20 +109,19 @@ def run(args: argparse.Namespace) -> None:
     session = Session("quality", args)
     warm_up()
     planned = [
-        (dataset, split, number, seed)
-        for dataset in args.datasets
-        for number in args.num_inducing
-        for split in args.splits
-        for seed in args.seed
+        [
+            describe(dataset, number, seed, method, config, split)
+            for method in args.methods
+            for config in _budgets(args, method)
+        ]
+        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
     ]
-    session.plan([one for point in planned for method in args.methods for one in _describe(args, *point, method)])
-    for dataset, split, number, seed in planned:
-        data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
-        points = tighter_gp.inducing.kmeans(data.train_x, number, seed=seed)
-        results = []
-        for method in args.methods:
-            for one in _describe(args, dataset, split, number, seed, method):
-                results.append(session.run(one, partial(_one, one, data, points, args.peers_dir)))
+    session.plan(list(chain(*planned)))
+    for runs in planned:
+        dataset, number = runs[0]["dataset"], runs[0]["num_inducing"]
+        data = load_split(runs[0], args)
+        points = tighter_gp.inducing.kmeans(data.train_x, number, seed=runs[0]["seed"])
+        results = [session.run(one, partial(_one, one, data, points, args.peers_dir)) for one in runs]
         print(f"\n{dataset}, M={number}\n\n{scores(by_dataset(results)[dataset])}\n")
 
 
@@ -148,20 +148,11 @@ def _one(
     return {**trace[-1]._asdict(), "bound": bound, "trace": [list(score) for score in trace]}
 
 
-def _describe(
-    args: argparse.Namespace, dataset: str, split: int, number: int, seed: int, method: str
-) -> list[dict[str, Any]]:
-    """The runs of a method: one per budget."""
-    dtype = "float64" if method.endswith("float64") else str(args.dtype).removeprefix("torch.")
+def _budgets(args: argparse.Namespace, method: str) -> list[dict[str, Any]]:
+    """The settings of a method, one per budget."""
+    dtype = "float64" if method.endswith("float64") else args.dtype
     return [
-        {
-            "dataset": dataset,
-            "split": split,
-            "seed": seed,
-            "method": method,
-            "num_inducing": number,
-            "config": {"epochs": max(1, round(args.epochs * budget)), "batch_size": args.batch_size, "dtype": dtype},
-        }
+        {"epochs": max(1, round(args.epochs * budget)), "batch_size": args.batch_size, "dtype": dtype}
         for budget in _BUDGETS.get(method, (1,))
     ]
 

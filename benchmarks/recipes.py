@@ -12,16 +12,17 @@ import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import tighter_gp
 
 from . import models, report
-from .data import Split, check_regression, check_sizes, load_regression
+from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 
 # What each recipe gives to ``fit`` besides the data, the budget and the seed.
 METHODS: dict[str, dict[str, Any]] = {
@@ -74,22 +75,24 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
     session = Session("recipes", args)
     models.warm_up()
+    config = {
+        "epochs": args.epochs,
+        "batch_size": args.batch_size,
+        "dtype": args.dtype,
+        "noise_floor": models.NOISE_FLOOR,
+    }
     planned = [
-        (dataset, split, number, seed)
-        for dataset in args.datasets
-        for number in args.num_inducing
-        for split in args.splits
-        for seed in args.seed
+        [describe(dataset, number, seed, method, config, split) for method in args.methods]
+        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
     ]
-    session.plan([_describe(args, *point, method) for point in planned for method in args.methods])
+    session.plan(list(chain(*planned)))
     results = []
-    for dataset, split, number, seed in planned:
-        runs = [_describe(args, dataset, split, number, seed, method) for method in args.methods]
+    for runs in planned:
         if session.all_done(runs):
             results += [session.run(one, _never) for one in runs]
             continue
-        data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
-        start = models.make_start(data.train_x, number, seed)
+        data = load_split(runs[0], args)
+        start = models.make_start(data.train_x, runs[0]["num_inducing"], runs[0]["seed"])
         paces = _paces(args.methods, data, start, args.batch_size)
         for one in runs:
             results.append(session.run(one, partial(_train, one, data, start, paces)))
@@ -98,25 +101,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _never(checkpoint: Path, resume: bool) -> dict[str, Any]:
     raise AssertionError("a finished run is not executed")
-
-
-def _describe(
-    args: argparse.Namespace, dataset: str, split: int, number: int, seed: int, method: str
-) -> dict[str, Any]:
-    """What tells a run from others."""
-    return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": number,
-        "config": {
-            "epochs": args.epochs,
-            "batch_size": args.batch_size,
-            "dtype": str(args.dtype).removeprefix("torch."),
-            "noise_floor": models.NOISE_FLOOR,
-        },
-    }
 
 
 def _fit(method: str, data: Split, start: models.Start, **options: Any) -> tuple[Any, Any, Any, float]:

@@ -1,4 +1,4 @@
-"""Results: one JSON line a finished run, on the disk before the next run starts."""
+"""Results: one JSON line per finished run, on the disk before the next run starts."""
 
 from __future__ import annotations
 
@@ -83,6 +83,25 @@ def _finite(value: Any) -> Any:
 def identity(result: dict[str, Any]) -> str:
     """A text that is equal for two results of the same run."""
     return json.dumps({name: result.get(name) for name in IDENTITY}, sort_keys=True)
+
+
+def describe(
+    dataset: str, num_inducing: int | None, seed: int, method: str, config: dict[str, Any], split: int = 0
+) -> dict[str, Any]:
+    """What tells a run from others.
+
+    :param config: Its settings; a ``dtype`` may be PyTorch's.
+    """
+    if "dtype" in config:
+        config = {**config, "dtype": str(config["dtype"]).removeprefix("torch.")}
+    return {
+        "dataset": dataset,
+        "split": split,
+        "seed": seed,
+        "method": method,
+        "num_inducing": num_inducing,
+        "config": config,
+    }
 
 
 class Session:

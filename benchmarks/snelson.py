@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from .errors import UserError
 from .models import NOISE_FLOOR, warm_up
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
 from .toy import make_toy
 
 METHODS = ("sgpr", "t-sgpr", "svgp", "t-svgp")
@@ -90,13 +91,15 @@ def run(args: argparse.Namespace) -> None:
     if max(args.num_inducing) > 200:
         raise UserError(f"{max(args.num_inducing)} inducing points are more than the 200 training points.")
     session = Session("snelson", args)
-    planned = [
-        describe(args, name, number, seed, method)
-        for name in args.datasets
-        for number in args.num_inducing
-        for seed in args.seed
-        for method in args.methods
-    ]
+    config = {
+        "epochs": args.epochs,
+        "lr": args.lr,
+        "schedule": SCHEDULE,
+        "dtype": args.dtype,
+        "kernel": "rbf",
+        "noise_floor": NOISE_FLOOR,
+    }
+    planned = [describe(*point, config) for point in product(args.datasets, args.num_inducing, args.seed, args.methods)]
     session.plan(planned)
     warm_up()
     for one in planned:
@@ -110,26 +113,6 @@ def _load(name: str, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     else:
         x, y = load_snelson(args.data_dir)
     return x.to(device=args.device, dtype=args.dtype), y.to(device=args.device, dtype=args.dtype)
-
-
-def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
-    """What tells a run from others."""
-    config = {
-        "epochs": args.epochs,
-        "lr": args.lr,
-        "schedule": SCHEDULE,
-        "dtype": str(args.dtype).removeprefix("torch."),
-        "kernel": "rbf",
-        "noise_floor": NOISE_FLOOR,
-    }
-    return {
-        "dataset": dataset,
-        "split": 0,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": config,
-    }
 
 
 def train(run: dict[str, Any], x: Tensor, y: Tensor, checkpoint: Path, resume: bool) -> dict[str, Any]:

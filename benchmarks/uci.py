@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from tighter_gp.training import Step
 
 from . import models
-from .data import Split, check_regression, check_sizes, load_regression
+from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session
+from .runs import Session, describe
+from .traces import Trace, at_epochs, place
 
 DEFAULTS: dict[str, Any] = {
     "methods": list(models.METHODS),
@@ -49,73 +51,39 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
     session = Session("uci", args)
     models.warm_up()
+    common = settings(args)
     planned = [
-        (dataset, split, num_inducing, seed)
-        for dataset in args.datasets
-        for num_inducing in args.num_inducing
-        for split in args.splits
-        for seed in args.seed
+        [describe(dataset, number, seed, method, common, split) for method in args.methods]
+        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
     ]
-    session.plan([describe(args, *point, method) for point in planned for method in args.methods])
-    for dataset, split, num_inducing, seed in planned:
-        runs = [describe(args, dataset, split, num_inducing, seed, method) for method in args.methods]
+    session.plan(list(chain(*planned)))
+    for runs in planned:
         if session.all_done(runs):
             continue
-        data = load_regression(dataset, split, data_dir=args.data_dir, dtype=args.dtype, device=args.device)
-        start = models.make_start(data.train_x, num_inducing, seed)
+        data = load_split(runs[0], args)
+        start = models.make_start(data.train_x, runs[0]["num_inducing"], runs[0]["seed"])
         for one in runs:
             session.run(one, partial(train, one, data, start, args.traces))
 
 
-def describe(
-    args: argparse.Namespace, dataset: str, split: int, num_inducing: int, seed: int, method: str
-) -> dict[str, Any]:
-    """What tells a run from others."""
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the runs of a command have in common."""
     return {
-        "dataset": dataset,
-        "split": split,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": {
-            "epochs": args.epochs,
-            "batch_size": args.batch_size,
-            "recipe": models.RECIPE,
-            "dtype": str(args.dtype).removeprefix("torch."),
-            "kernel": "matern-3/2 ard",
-            "noise_floor": models.NOISE_FLOOR,
-        },
+        "epochs": args.epochs,
+        "batch_size": args.batch_size,
+        "recipe": models.RECIPE,
+        "dtype": args.dtype,
+        "kernel": "matern-3/2 ard",
+        "noise_floor": models.NOISE_FLOOR,
     }
 
 
-class Trace:
-    """Records the bound and the test scores a few times in training; its state is part of a checkpoint.
-
-    :param times: How often.
-    :param with_bound: Whether to record the bound, which takes a pass over the training data.
-    """
-
-    def __init__(self, data: Split, tighter: bool, epochs: int, times: int, with_bound: bool = True) -> None:
-        self.data, self.tighter, self.with_bound = data, tighter, with_bound
-        self.every = max(1, epochs // times) if times > 0 else 0
-        self.points: list[dict[str, Any]] = []
-
-    def __call__(self, state: Step) -> None:
-        """Called after every step."""
-        if self.every and state.epoch_end and state.epoch % self.every == 0:
-            point = {"epoch": state.epoch, "step": state.step, "seconds": round(state.history.seconds, 3)}
-            if self.with_bound:
-                values = models.regression_bounds(state.model, state.likelihood, self.data)
-                point["bound"] = values["bound_tighter" if self.tighter else "bound_base"]
-            self.points.append({**point, **models.regression_scores(state.model, state.likelihood, self.data)})
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was recorded."""
-        return {"points": self.points}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.points = state["points"]
+def measure(data: Split, bound: str | None, state: Step) -> dict[str, Any]:
+    """The test scores in training, and the bound of that name, which takes a pass over the training data."""
+    point = place(state)
+    if bound is not None:
+        point["bound"] = models.regression_bounds(state.model, state.likelihood, data)[bound]
+    return {**point, **models.regression_scores(state.model, state.likelihood, data)}
 
 
 def train(
@@ -123,9 +91,9 @@ def train(
 ) -> dict[str, Any]:
     """Train one method and evaluate it."""
     method, config = run["method"], run["config"]
-    tighter = models.METHODS[method].tighter
+    bound = "bound_tighter" if models.METHODS[method].tighter else "bound_base"
     model, likelihood = models.make_regression(method, start)
-    trace = Trace(data, tighter, config["epochs"], traces)
+    trace = Trace(partial(measure, data, bound), at_epochs(config["epochs"], traces))
     history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     values = models.regression_bounds(model, likelihood, data)
     scores = models.regression_scores(model, likelihood, data)
@@ -133,7 +101,7 @@ def train(
     kernel = model.covar_module
     lengthscales = kernel.base_kernel.lengthscale.detach().flatten()
     return {
-        "bound": values["bound_tighter" if tighter else "bound_base"],
+        "bound": values[bound],
         **values,
         **scores,
         "noise": likelihood.noise.item(),

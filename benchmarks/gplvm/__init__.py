@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..errors import UserError
 from ..options import add_arguments as add_common
 from ..options import resolve, writable_folder
 from ..report import means_table, pairs_table
-from ..runs import Session
+from ..runs import Session, describe
 from . import cost, drawing, tables
 from .rows import DATASETS, Data, load
 from .scores import HIDDEN, hidden_entries, separation
@@ -90,11 +91,8 @@ def run(args: argparse.Namespace) -> None:
             )
     session = Session("gplvm", args)
     planned = [
-        describe(args, name, number, seed, method)
-        for name in args.datasets
-        for number in args.num_inducing
-        for seed in args.seed
-        for method in args.methods
+        describe(*point, settings(args, point[-1]))
+        for point in product(args.datasets, args.num_inducing, args.seed, args.methods)
     ]
     session.plan(planned)
     figures, is_first = writable_folder(session.path.parent / "figures"), distributed.rank() == 0
@@ -126,32 +124,24 @@ def run(args: argparse.Namespace) -> None:
     print(cost.step_line(measured))
 
 
-def describe(args: argparse.Namespace, dataset: str, num_inducing: int, seed: int, method: str) -> dict[str, Any]:
-    """What tells a run from others."""
+def settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """Those of a method."""
     config = {
         "latent_dim": LATENT_DIM,
         "first_noise": FIRST_NOISE,
         "hidden": HIDDEN,
         "infer_steps": 30 if args.smoke else 100,
-        "dtype": str(args.dtype).removeprefix("torch."),
+        "dtype": args.dtype,
     }
     if method.endswith("collapsed"):
-        config |= {"iterations": args.iterations, "nodes": TRAIN_NODES}
-    else:
-        config |= {
-            "warmup_epochs": args.warmup_epochs,
-            "warmup_lr": WARMUP_LR,
-            "epochs": args.epochs,
-            "batch_size": args.batch_size,
-            "lr": args.lr,
-        }
+        return {**config, "iterations": args.iterations, "nodes": TRAIN_NODES}
     return {
-        "dataset": dataset,
-        "split": 0,
-        "seed": seed,
-        "method": method,
-        "num_inducing": num_inducing,
-        "config": config,
+        **config,
+        "warmup_epochs": args.warmup_epochs,
+        "warmup_lr": WARMUP_LR,
+        "epochs": args.epochs,
+        "batch_size": args.batch_size,
+        "lr": args.lr,
     }
 
 

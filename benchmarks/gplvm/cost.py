@@ -14,6 +14,7 @@ from torch import Tensor
 from tighter_gp import gplvm
 
 from ..report import Result
+from ..runs import describe
 from .training import LATENT_DIM
 
 
@@ -21,7 +22,7 @@ def describe_step(args: argparse.Namespace) -> dict[str, Any]:
     """What tells the comparison of steps from others."""
     sizes, steps = ([1000, 20_000], 10) if args.smoke else ([1000, 1_000_000], 100)
     config = {"sizes": sizes, "steps": steps, "batch_size": 100, "latent_dim": LATENT_DIM, "num_outputs": 12}
-    return {"dataset": "synthetic", "split": 0, "seed": 0, "method": "step", "num_inducing": 25, "config": config}
+    return describe("synthetic", 25, 0, "step", config)
 
 
 def step_cost(run: dict[str, Any], args: argparse.Namespace, checkpoint: Path, resume: bool) -> dict[str, Any]:

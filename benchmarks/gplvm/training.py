@@ -18,6 +18,7 @@ from tighter_gp import gplvm
 from tighter_gp.gplvm import collapsed
 from tighter_gp.training import History, Step, fit
 
+from ..traces import Trace
 from .rows import Data
 
 # Draws of x: in training the collapsed bound has few Sobol points, in the evaluation many others. The sampled bound is
@@ -38,34 +39,19 @@ def start(data: Data, num_inducing: int, seed: int) -> gplvm.BayesianGPLVM:
     return model
 
 
-class Trace:
-    """Callback of :func:`~tighter_gp.fit` that notes the bound of all rows now and then, with the same draws each time.
+def make_trace(elbo: gplvm.LatentVariableELBO, targets: Tensor, every: int, offset: int = 0) -> Trace:
+    """A trace of the bound of all rows, with the same draws each time.
 
-    Its state is in the checkpoint, so that an interrupted run keeps what it noted.
-
-    :param elbo: The bound.
     :param every: Steps between notes.
     :param offset: Steps before this training.
     """
 
-    def __init__(self, elbo: gplvm.LatentVariableELBO, targets: Tensor, every: int, offset: int = 0) -> None:
-        self.elbo, self.targets, self.every, self.offset = elbo, targets, every, offset
-        self.points: list[dict[str, float]] = []
+    def measure(state: Step) -> dict[str, float]:
+        torch.manual_seed(0)
+        value = elbo.evaluate(targets, num_samples=_TRACE_SAMPLES).item()
+        return {"step": offset + state.step, "bound": value}
 
-    def __call__(self, state: Step) -> None:
-        """After a step."""
-        if state.step % self.every == 0:
-            torch.manual_seed(0)
-            value = self.elbo.evaluate(self.targets, num_samples=_TRACE_SAMPLES).item()
-            self.points.append({"step": self.offset + state.step, "bound": value})
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was noted."""
-        return {"points": self.points}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.points = state["points"]
+    return Trace(measure, lambda state: state.step % every == 0)
 
 
 class WarmStart(NamedTuple):
@@ -120,7 +106,7 @@ def fit_batches(
     """Mini-batches: Adam, and SparseAdam for the latents, at a rate that falls to zero."""
     batch_size = run["config"]["batch_size"]
     steps = epochs * math.ceil(len(data.train) / batch_size)
-    trace = Trace(elbo, data.train, max(1, steps // notes), offset)
+    trace = make_trace(elbo, data.train, max(1, steps // notes), offset)
     history = fit(
         model,
         model.likelihood,

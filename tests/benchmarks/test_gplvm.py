@@ -16,6 +16,7 @@ from benchmarks import gplvm, report
 from benchmarks.errors import UserError
 from benchmarks.gplvm import cost, rows, scores, tables, training
 from benchmarks.options import resolve
+from benchmarks.runs import describe
 from tighter_gp.gplvm import LatentVariableELBO
 
 DATA = Path(os.environ.get("TIGHTER_GP_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -25,6 +26,10 @@ def arguments(*flags):
     parser = argparse.ArgumentParser()
     gplvm.add_arguments(parser)
     return parser.parse_args(list(flags))
+
+
+def described(args, dataset, num_inducing, method):
+    return describe(dataset, num_inducing, 0, method, gplvm.settings(args, method))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def test_warm_start_is_made_once_and_is_the_same_when_made_again(tmp_path, monke
     args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
     args.warmup_epochs = 1
     data = rows.load("phases", args)
-    base, tighter = (gplvm.describe(args, "phases", 8, 0, method) for method in gplvm.METHODS[:2])
+    base, tighter = (described(args, "phases", 8, method) for method in gplvm.METHODS[:2])
     first = training.warm_start(base, data, tmp_path / "warm.pt")
     again = training.warm_start(tighter, data, tmp_path / "again.pt")
     seen = []
@@ -121,7 +126,7 @@ def test_warm_start_is_made_once_and_is_the_same_when_made_again(tmp_path, monke
 def test_an_interrupted_run_keeps_its_trace(tmp_path, monkeypatch):
     args = resolve(arguments("--smoke"), {**gplvm.DEFAULTS, **gplvm.OWN_DEFAULTS}, gplvm.SMOKE, gplvm.METHODS)
     data = rows.load("phases", args)
-    run = gplvm.describe(args, "phases", 8, 0, "tv-bgplvm")
+    run = described(args, "phases", 8, "tv-bgplvm")
     model = training.start(data, 8, 0)
     elbo = training.make_elbo(model, data, tighter=True)
     options = {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 4, "notes": 4}
@@ -208,7 +213,7 @@ def test_oil_flow_starts_and_improves():
     assert sorted(set(data.labels.tolist())) == [0, 1, 2]
     first = training.start(data, 10, 0)
     before = LatentVariableELBO(first.likelihood, first, 1000).evaluate(data.train, num_samples=2)
-    run = gplvm.describe(args, "oil", 10, 0, "tv-bgplvm-collapsed")
+    run = described(args, "oil", 10, "tv-bgplvm-collapsed")
     model, outcome = training.train_collapsed(run, data, True)
     assert outcome["bound_tighter"] > before
     assert scores.separation(model, data)["error"] < 0.5
