@@ -17,6 +17,7 @@ from ..checks import describe_hyperparameters
 from ..mlls import TighterELBO
 from . import distributed
 from .compiling import compile_pays
+from .constraints import enforced_constraints
 from .guard import Guard
 from .history import History, Step
 from .initialization import initialize as start_from_data
@@ -197,7 +198,7 @@ def fit(
         if not (resume and os.path.exists(checkpoint or "")):
             start_from_data(model, likelihood, x, y, seed=seed)
     like = reference(model, likelihood)
-    with distributed.group(like.device):
+    with enforced_constraints(model, likelihood), distributed.group(like.device):
         source = make_source(
             model,
             likelihood,

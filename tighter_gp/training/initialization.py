@@ -24,6 +24,7 @@ from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from ..posterior import gathered
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
+from .constraints import enforced_constraints
 from .lbfgs import FullBatchLBFGS
 from .validation import check_finite
 
@@ -149,12 +150,17 @@ def _train_hyperparameters(
     gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)
     gp.inducing_points.requires_grad_(False)
     parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]
-    if not parameters:
-        return
+    if parameters:
+        with enforced_constraints(gp):
+            _improve(gp, parameters, iterations)
+
+
+def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> None:
+    """Some iterations of L-BFGS, or none where one fails."""
     before = [parameter.detach().clone() for parameter in parameters]
 
     def evaluate() -> Tensor:
-        loss = -gp.bound() / len(y)
+        loss = -gp.bound() / len(gp.train_y)
         loss.backward()
         return loss
 
