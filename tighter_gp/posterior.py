@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from gpytorch import settings
 from gpytorch.lazy import LazyEvaluatedKernelTensor
-from gpytorch.models import ExactGP
+from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
 from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
@@ -146,7 +146,17 @@ def tighter_strategy(model: Any) -> TighterStrategy:
             "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several "
             f"tasks; got {type(model).__name__} with {type(strategy).__name__}."
         )
+    if has_own_call(model):
+        raise TypeError(
+            f"{type(model).__name__} has a __call__ of its own, which may change the inputs on their way to the strategy. Change "
+            "them in forward, which is called with the inducing points too, or before the call."
+        )
     return strategy
+
+
+def has_own_call(model: Any) -> bool:
+    """Whether a model may do something with its inputs before its strategy sees them."""
+    return isinstance(model, ApproximateGP) and type(model).__call__ is not ApproximateGP.__call__
 
 
 def require_gaussian(likelihood: Any, what: str) -> None:

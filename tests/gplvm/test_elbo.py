@@ -542,6 +542,14 @@ def test_bad_models_are_errors():
         toy.elbo(toy.model()).__class__(GaussianLikelihood(), toy.model(), 0)
     with pytest.raises(ValueError, match="num_data=3"):
         LatentVariableELBO(toy.model().likelihood, toy.model(), 3)(torch.arange(4), toy.y[:4])
+    model, some = toy.model(), toy.y[:-2]
+    for call in (
+        lambda: LatentVariableELBO(model.likelihood, model, len(some)).evaluate(some),
+        lambda: tighter_gp.fit(model, model.likelihood, None, some, objective=LatentVariableELBO, steps=1),
+        lambda: tighter_gp.evaluate_bound(model, model.likelihood, None, some, objective=LatentVariableELBO),
+    ):
+        with pytest.raises(ValueError, match=f"num_data={len(some)}, but the model has latents for {len(toy.y)} rows"):
+            call()
     with pytest.raises(ValueError, match="between 1 and 1, the number of columns of the data; got 2"):
         BayesianGPLVM(VariationalLatents(toy.mean), toy.z, 1)
     with pytest.raises(ValueError, match="M x 2"):

@@ -718,3 +718,6 @@ def test_a_model_without_a_variational_strategy():
     botorch_like.model = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales))
     with pytest.raises(TypeError, match=r"got Linear\. Pass its \.model instead\.$"):
         TighterELBO(make_noise(0.1), botorch_like, N)
+    botorch_like.model.train_inputs = [P.x]
+    with pytest.raises(TypeError, match=r"instead\. Its data, transformed, are \.model\.train_inputs\[0\] and"):
+        TighterELBO(make_noise(0.1), botorch_like, N)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import gpytorch
 import pytest
 import torch
 from torch.utils.data import (
@@ -12,6 +13,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+import tighter_gp
 from tests.training.problems import N, collapsed, data, problem, same, state
 from tighter_gp.training import fit
 
@@ -96,3 +98,61 @@ def test_values_that_are_not_finite_are_refused_before_q_is_set(bad, which, make
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit(model, likelihood, *arrays, steps=20, batch_size=5)
     assert same(state(model, likelihood), before)
+
+
+def test_data_that_a_model_of_botorch_keeps_in_other_units_are_noticed(caplog):
+    class Kept(tighter_gp.models.Regression):
+        """As BoTorch's, which keeps transformed data for its own way of training."""
+
+    x, y = torch.rand(30, 2), torch.randn(30)
+    model = Kept(x, num_inducing=5)
+    model.train_inputs, model.train_targets = [x], y
+
+    def said(x, y):
+        caplog.clear()
+        fit(model, model.likelihood, x, y, steps=1)
+        return [name for name in "xy" if f"{name} differs from the data that Kept keeps" in caplog.text]
+
+    assert said(x, y) == []
+    assert said(2 * x[:20], 2 * y[:20]) == []  # other rows
+    assert said(2 * x, y) == ["x"]
+    assert said(x, 2 * y) == ["y"]
+    assert "pass model.train_inputs[0] and model.train_targets" in caplog.text
+
+
+def test_noise_that_stays_untrained_is_said(caplog):
+    x, y, noise = torch.rand(30, 2), torch.randn(30), torch.full((30,), 0.1)
+    first, second = (tighter_gp.models.Regression(x, num_inducing=5) for _ in range(2))
+    fixed = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
+    known = tighter_gp.models.Regression(x, num_inducing=5, likelihood=fixed)
+    fit(first, first.likelihood, x, y, steps=1)
+    fit(known, fixed, x, y, steps=1, noise=noise)
+    assert "stays as it is" not in caplog.text
+    fit(first, second.likelihood, x, y, steps=1)
+    assert "model.likelihood is another likelihood, and stays as it is" in caplog.text
+    fit(first, first.likelihood, x, y, steps=1, noise=noise)
+    assert "noise= takes the place of the likelihood's own noise, which stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("scale", [0.01, 50.0])
+def test_targets_whose_scale_does_not_suit_the_steps_are_noticed(scale, caplog):
+    x, y = torch.rand(300, 2), torch.randn(300)
+    y[7] = math.nan  # does not hide the others
+    y = (y - y.nanmean()) / (y - y.nanmean()).square().nanmean().sqrt()
+    model = tighter_gp.models.Regression(x, num_inducing=5)
+    outputs = tighter_gp.models.MultiOutputRegression(2, x, num_inducing=5)
+    counts = tighter_gp.models.CountRegression(x, num_inducing=5)
+
+    def said(model, x, y):
+        caplog.clear()
+        with gpytorch.settings.observation_nan_policy("mask"):
+            fit(model, model.likelihood, x, y, steps=1)
+        return f"standard deviation of {scale:g}, and the steps of training suit one near 1" in caplog.text
+
+    assert said(model, x, scale * y)
+    assert said(model, x.numpy(), scale * y.numpy())
+    assert said(outputs, x, torch.stack([scale * y, y], -1))
+    assert not said(model, x, y)
+    assert not said(model, x, 9 * y + 1e3)
+    assert not said(counts, x, torch.arange(300.0))
+    assert "standard deviation" not in caplog.text

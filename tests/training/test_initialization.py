@@ -201,3 +201,35 @@ def test_a_beta_that_is_frozen_or_one_of_several_stays():
     before = model.variational_strategy.conditional.beta.item()
     tighter_gp.fit(model, BernoulliLogitLikelihood(), x, labels, steps=1, batch_size=None)
     assert model.variational_strategy.conditional.beta.item() == before
+
+
+@pytest.mark.parametrize("batched_inputs", [False, True])
+def test_a_batch_of_models_keeps_all_but_shared_points(batched_inputs):
+    x, y = data()
+    shape = torch.Size([2])
+    q = gpytorch.variational.CholeskyVariationalDistribution(M, batch_shape=shape)
+    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood(batch_shape=shape)
+    model.variational_strategy = tighter_gp.TighterVariationalStrategy(model, x[:M].clone(), q)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = x.expand(2, N, 2) if batched_inputs else x
+    tighter_gp.initialize(model, likelihood, inputs, torch.stack([y, -y]))
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, state[name])}
+    assert changed == (set() if batched_inputs else {"variational_strategy.inducing_points"})
+    with pytest.raises(ValueError, match=rf"each of the {N} rows of x; got \(2, 9\)"):
+        tighter_gp.initialize(model, likelihood, x, torch.zeros(2, 9))
+
+
+def test_a_model_with_a_call_of_its_own_is_left_as_it_is():
+    class Scaled(GP):
+        def __call__(self, x, *args, **kwargs):
+            return super().__call__((x - 10) / 5, *args, **kwargs)
+
+    x, y = data()
+    model, likelihood = Scaled(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
+    state = {name: value.clone() for name, value in {**model.state_dict(), **likelihood.state_dict()}.items()}
+    tighter_gp.initialize(model, likelihood, 5 * x + 10, y)
+    after = {**model.state_dict(), **likelihood.state_dict()}
+    assert all(torch.equal(after[name], value) for name, value in state.items())
+    for function in (tighter_gp.set_optimal_q, tighter_gp.diagnose):
+        with pytest.raises(TypeError, match="Scaled has a __call__ of its own, which may change the inputs"):
+            function(model, likelihood, 5 * x + 10, y)

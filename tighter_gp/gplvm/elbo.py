@@ -139,8 +139,17 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         :return: The bound per datum, or :class:`LatentELBOTerms`.
         """
         check_count("num_samples", num_samples)
+        self._check_rows()
         q_x = self.model.latents.q(index)
         return self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
+
+    def _check_rows(self) -> None:
+        """Raise if the data are not those that the latents belong to: row n of the one is row n of the other."""
+        if self.num_data != self.model.latents.num_data:
+            raise ValueError(
+                f"num_data={self.num_data}, but the model has latents for {self.model.latents.num_data} rows: train and "
+                "evaluate it on all rows that it was made for. Latents of other rows are found by infer_latents."
+            )
 
     def at(
         self,
@@ -218,6 +227,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         if len(target) != self.num_data:
             raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {len(target)}.")
         check_count("num_samples", num_samples)
+        self._check_rows()
         like = reference(self.model)
         rows_of_y = Rows(target, like, dim=0, name="target")
         rows_of_mask = None if mask is None else Rows(mask, like, dim=0, name="mask")

@@ -186,7 +186,11 @@ def _tighter_strategies(model: Any) -> list[TighterStrategy]:
     """The strategies of a model, or a clear error if they are not of this package."""
     if not hasattr(model, "variational_strategy"):
         inner = getattr(model, "model", None)
-        hint = " Pass its .model instead." if hasattr(inner, "variational_strategy") else ""
+        hint = ""
+        if hasattr(inner, "variational_strategy"):
+            hint = " Pass its .model instead."
+            if getattr(inner, "train_inputs", None) is not None:
+                hint += " Its data, transformed, are .model.train_inputs[0] and .model.train_targets."
         raise TypeError(f"TighterELBO needs a model with a variational_strategy; got {type(model).__name__}.{hint}")
     strategy = model.variational_strategy
     # The decoupled strategy has a base too, but adds a term of its own to q(f).

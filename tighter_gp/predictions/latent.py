@@ -21,7 +21,7 @@ from ..data import Rows, input_rows, reference
 from ..kernels import TighterInducingPointKernel
 from ..maths.linalg import full_precision
 from ..modes import chunks, temporary_mode
-from ..posterior import posterior_of
+from ..posterior import has_own_call, posterior_of
 from ..strategies import TighterStrategy
 from .last_term import LAST_TERMS, LastTerm, training_points
 from .pointwise import FunctionValues, as_distribution, function_values, joined
@@ -135,8 +135,7 @@ def is_ours(model: Any) -> bool:
         return any(isinstance(module, TighterInducingPointKernel) for module in model.modules())
     if isinstance(model, CollapsedGP):
         return True
-    # A model with a __call__ of its own may change the inputs.
-    is_plain = isinstance(model, ApproximateGP) and type(model).__call__ is ApproximateGP.__call__
+    is_plain = isinstance(model, ApproximateGP) and not has_own_call(model)
     return is_plain and isinstance(getattr(model, "variational_strategy", None), TighterStrategy)
 
 

@@ -89,9 +89,7 @@ def _save_value(module: Module, state: Any, prefix: str, metadata: Any, *, name:
     state[prefix + name] = constraint.transform(state[prefix + name])
 
 
-def _load_value(
-    module: Module, state: Any, prefix: str, *unused: Any, name: str, constraint: Interval
-) -> None:
+def _load_value(module: Module, state: Any, prefix: str, *unused: Any, name: str, constraint: Interval) -> None:
     if prefix + name in state:
         value = state[prefix + name]
         state[prefix + name] = _inverse(constraint, value.to(constraint.lower_bound))

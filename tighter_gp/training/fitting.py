@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
 from ..arguments import check_arguments
@@ -212,6 +212,7 @@ def fit(
         mll = make_objective(model, likelihood, objective, source.num_data)
         check_arguments(kwargs, likelihood, mll, function=fit)
         source.add_arguments(kwargs)
+        _say_what_stays(model, likelihood, kwargs)
         fingerprint = source.fingerprint()
         distributed.check_same(fingerprint, like.device)
         if steps is None:
@@ -245,6 +246,18 @@ def fit(
         )
         guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
         return train(problem, source, guard, plan, Progress(progress, steps))
+
+
+def _say_what_stays(model: Any, likelihood: Likelihood, kwargs: dict[str, Any]) -> None:
+    """A noise that is not trained, although a prediction may use it."""
+    own = getattr(model, "likelihood", None)
+    if isinstance(own, Likelihood) and own is not likelihood:
+        log.warning("model.likelihood is another likelihood, and stays as it is; pass that one, or set it to yours")
+    if "noise" in kwargs and isinstance(likelihood, GaussianLikelihood):
+        log.warning(
+            "noise= takes the place of the likelihood's own noise, which stays as it is; pass noise= to predict_y too, or use "
+            "FixedNoiseGaussianLikelihood"
+        )
 
 
 def _make_step(

@@ -15,14 +15,14 @@ from torch import Tensor
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..conditionals import BetaConditional
-from ..data import Rows, first_parameter, input_rows, num_rows
+from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.properties import observed
 from ..likelihoods.slopes import expected_slopes
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
-from ..posterior import gathered
+from ..posterior import gathered, has_own_call
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
 from .constraints import enforced_constraints
 from .lbfgs import FullBatchLBFGS
@@ -56,14 +56,15 @@ def initialize(
     Lengthscales stay as they are: those that suit few rows and few inducing points are a bad place to start from, in
     experiments. Where the noise is small this start saves epochs, elsewhere it changes little.
 
-    What does not apply is left as it is; with other likelihoods, several outputs and feature extractors that is all but
-    the inducing points. A parameter that does not require a gradient is not changed. Rows whose target is missing, NaN
-    where the likelihood or ``gpytorch.settings.observation_nan_policy`` allows it, count for the inducing points alone.
+    What does not apply is left as it is; with other likelihoods, several outputs, batches of models and feature extractors
+    that is all but the inducing points, and with a ``__call__`` of the model's own, which may change the inputs, everything.
+    A parameter that does not require a gradient is not changed. Rows whose target is missing, NaN where the likelihood or
+    ``gpytorch.settings.observation_nan_policy`` allows it, count for the inducing points alone.
 
     :param model: A model that :func:`~tighter_gp.fit` takes.
     :param likelihood: Its likelihood.
     :param x: Training inputs, ``N x D``; tensor, array or memory map.
-    :param y: Training targets, ``N``.
+    :param y: Training targets, ``N``, ``N x T`` or ``... x N``.
     :param num_rows_used: Rows for the hyperparameters, drawn at random.
     :param iterations: Iterations of L-BFGS for them.
     :param seed: Seed of the draws.
@@ -75,7 +76,10 @@ def initialize(
         True
     """
     like = first_parameter(model, likelihood)
-    inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=0, name="y")
+    dim = row_dim(y.shape, num_rows(x), is_batch=x.ndim > 2)
+    if dim is None:
+        raise ValueError(f"There must be one target for each of the {num_rows(x)} rows of x; got {tuple(y.shape)}.")
+    inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=dim, name="y")
     order = torch.randperm(num_rows(x), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
     used = order[:_MOST_ROWS]
@@ -83,6 +87,8 @@ def initialize(
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
     check_finite("y", given, likelihood)
+    if has_own_call(model):
+        return
     for holder in holders:
         _place(holder, some, seed)
     is_plain = len(holders) == 1 and isinstance(likelihood, GaussianLikelihood) and len(targets.shape) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
@@ -20,6 +21,11 @@ from ..mlls import TighterELBO
 from .batches import ArrayBatches, BatchSource
 from .loaders import LoaderBatches
 from .validation import check_finite
+
+log = logging.getLogger("tighter_gp")
+
+# How far from 1 the standard deviation of targets may be, and how many of them are looked at.
+_SPREAD, _LOOKED_AT = 10.0, 4096
 
 
 def is_collapsed(model: Any) -> bool:
@@ -93,7 +99,44 @@ def make_source(
         check_finite("y", y, likelihood)
     if isinstance(y, Tensor):
         check_labels(likelihood, y)
+    _compare_with_kept(model, x, y)
+    if isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood)):
+        _check_spread(source.y)
     return source
+
+
+def _check_spread(targets: Rows) -> None:
+    """Say if the step sizes of training do not suit the targets, by a look at some of them."""
+    rows = torch.arange(0, len(targets), max(1, len(targets) // _LOOKED_AT), device="cpu")
+    values = targets.on_host(rows).detach().cpu().double()
+    seen = torch.where(torch.isfinite(values), values, torch.nan)
+    spread = (seen - seen.nanmean(targets.dim, keepdim=True)).square().nanmean(targets.dim).sqrt().flatten()
+    spread = spread[spread > 0]  # neither constant nor missing
+    if not len(spread) or (spread.min() >= 1 / _SPREAD and spread.max() <= _SPREAD):
+        return
+    worst = spread[spread.log().abs().argmax()].item()
+    log.warning(
+        "targets have a standard deviation of %.3g, and the steps of training suit one near 1: the noise may not be learnt; "
+        "scale them by the training rows, (y - y.mean()) / y.std()",
+        worst,
+    )
+
+
+def _compare_with_kept(model: Any, x: Any, y: Any) -> None:
+    """Say if a model of BoTorch keeps as many rows of other values, as after a transform that these have not seen."""
+    inputs = getattr(model, "train_inputs", None)
+    if is_collapsed(model) or not inputs:
+        return
+    for name, given, kept in (("x", x, inputs[0]), ("y", y, getattr(model, "train_targets", None))):
+        if not isinstance(given, Tensor) or not isinstance(kept, Tensor) or given.shape != kept.shape:
+            continue
+        if given.device == kept.device and not _equal(given, kept):
+            log.warning(
+                "%s differs from the data that %s keeps, which its transforms have seen; where they should be the same, pass "
+                "model.train_inputs[0] and model.train_targets",
+                name,
+                type(model).__name__,
+            )
 
 
 def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tuple[Tensor, Tensor]:
