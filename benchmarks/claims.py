@@ -339,6 +339,7 @@ def _collapsed(results: Sequence[Result]) -> list[Row]:
     for (size, method, blocks), printed in _COLLAPSED.items():
         key = ("kin40k", size, method, blocks)
         own = [one for one in results if _key(one) == key]
+        base = [one for one in results if _key(one) == ("kin40k", size, "sgpr", None)]
         found = [report.mean(map(metric.read, own)) for metric in (RMSE, LOG_LIKELIHOOD)]
         values = [one for one in found if one is not None]
         if len(values) < 2:
@@ -351,20 +352,27 @@ def _collapsed(results: Sequence[Result]) -> list[Row]:
                 ", ".join(f"{number:.2f}" for number in printed),
                 ", ".join(one.show(2) for one in values),
                 AGREES if all(near) else PARTLY if any(near) else DIFFERS,
-                _unfinished(own),
+                _stopped(own, base if method != "sgpr" else []),
             )
         )
     return rows
 
 
-def _unfinished(results: Sequence[Result]) -> str:
-    """Whether L-BFGS was stopped, and what it still gained; empty where it ended by itself."""
-    stopped = [one for one in results if not one.get("converged", True)]
-    rise = report.mean(one["bound"] - one["bound_at_half"] for one in stopped if "bound_at_half" in one)
-    if not stopped:
+def _stopped(own: Sequence[Result], base: Sequence[Result]) -> str:
+    """What L-BFGS still gained where it was stopped, for itself and over SGPR; empty where it ended by itself."""
+    if all(one.get("converged", True) for one in own):
         return ""
-    still = "" if rise is None else f"; their second half raised the bound by {rise.value:.4f} nats per point"
-    return f"not converged: stopped after {report.setting(stopped[0], 'max_iter'):,} iterations{still}"
+    text = f"L-BFGS was stopped after {report.setting(own[0], 'max_iter'):,} iterations"
+    end, half = (report.mean(one.get(name) for one in own) for name in ("bound", "bound_at_half"))
+    if end is None or half is None:
+        return text
+    text += f"; their second half raised the bound by {end.value - half.value:.4f} nats per point"
+    base_end, base_half = (report.mean(one.get(name) for one in base) for name in ("bound", "bound_at_half"))
+    if base_end is None or base_half is None:
+        return text
+    change = (end.value - base_end.value) / (half.value - base_half.value) - 1
+    verdict = "converged" if abs(change) < convergence.SHARE else "not converged"
+    return f"{text}, its lead over SGPR by {change:.0%}: {verdict}"
 
 
 def _key(result: Result) -> tuple[Any, ...]:
