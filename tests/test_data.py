@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gpytorch
 import numpy as np
 import pytest
 import torch
 
-from tighter_gp.data import Rows, first_parameter, move, num_rows, row_dim
+from tighter_gp.data import Rows, as_tensor, check_kind, first_parameter, move, num_rows, reference, row_dim
 
 LIKE = torch.zeros((), dtype=torch.float32)
 
@@ -45,7 +46,7 @@ def test_targets_keep_their_kind():
 def test_what_is_no_array_of_numbers_is_refused():
     with pytest.raises(TypeError, match="x must be a tensor or a numpy array; got list"):
         Rows([1, 2], LIKE)
-    with pytest.raises(TypeError, match="y must hold numbers; got an array of <U1"):
+    with pytest.raises(TypeError, match="y must hold real numbers; got <U1"):
         Rows(np.array(["a"]), LIKE, name="y")
     with pytest.raises(ValueError, match="x is on meta, the model is on cpu"):
         Rows(torch.ones(3, device="meta"), LIKE)
@@ -81,3 +82,44 @@ def test_batches_go_to_cuda_through_pinned_memory(monkeypatch):
 def test_a_model_without_parameters_is_named():
     with pytest.raises(ValueError, match="no parameters"):
         first_parameter(torch.nn.ReLU())
+
+
+class Frame:
+    """As pandas has it."""
+
+    shape = (3,)
+
+    def to_numpy(self):
+        return np.ones(3)
+
+
+@pytest.mark.parametrize("check", [lambda x: Rows(x, LIKE), lambda x: as_tensor(x, LIKE, "x"), num_rows])
+def test_a_data_frame_is_refused_with_the_way_out(check):
+    with pytest.raises(TypeError, match=r"x must be a tensor or a numpy array; got Frame\. Pass x\.to_numpy\(\)\."):
+        check(Frame())
+
+
+@pytest.mark.parametrize("check", [lambda x: Rows(x, LIKE), lambda x: as_tensor(x, LIKE, "x"), num_rows])
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: x.numpy()])
+def test_complex_numbers_are_refused(check, convert):
+    with pytest.raises(TypeError, match=r"x must hold real numbers; got (torch\.)?complex64\."):
+        check(convert(torch.ones(3, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize("function", [first_parameter, reference])
+def test_a_likelihood_comes_after_its_model(function):
+    model, likelihood = torch.nn.Linear(2, 1), gpytorch.likelihoods.GaussianLikelihood()
+    assert function(model, likelihood) is model.weight
+    for wrong, got in (
+        ((model, torch.ones(3)), "Linear and Tensor"),
+        ((likelihood, model), "GaussianLikelihood and Linear"),
+    ):
+        with pytest.raises(TypeError, match=f"first argument is the model, the second its likelihood; got {got}"):
+            function(*wrong)
+
+
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: x.numpy()])
+def test_noise_is_not_negative(convert):
+    check_kind("noise", convert(torch.tensor([0.0, 1.0, torch.nan])))
+    with pytest.raises(ValueError, match=r"noise= must hold variances; 2 of 3 values are negative\. .* noise\.exp\(\)"):
+        check_kind("noise", convert(torch.tensor([-1.0, 1.0, -2.0])))

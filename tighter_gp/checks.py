@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gpytorch import Module, settings
+from gpytorch.likelihoods import Likelihood
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
@@ -160,7 +161,17 @@ def check_inputs(x: Tensor, num_dims: int) -> None:
 def check_dims(shape: torch.Size, num_dims: int) -> None:
     """Raise unless inputs of this shape have ``num_dims`` dimensions."""
     if len(shape) < 2 or shape[-1] != num_dims:
-        raise ValueError(f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(shape)}.")
+        hint = " Of a single row pass x[None]." if tuple(shape) in ((num_dims,), (num_dims, 1)) else ""
+        raise ValueError(
+            f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(shape)}.{hint}"
+        )
+
+
+def check_modules(model: Any, likelihood: Any) -> None:
+    """Raise unless these are a model and a likelihood, in this order."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(likelihood, Likelihood):
+        got = f"{type(model).__name__} and {type(likelihood).__name__}"
+        raise TypeError(f"The first argument is the model, the second its likelihood; got {got}.")
 
 
 def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: str) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_device
+from .checks import check_device, check_modules
 
 __all__ = [
     "Rows",
     "as_tensor",
+    "check_array",
     "check_kind",
     "first_parameter",
     "from_array",
@@ -60,10 +61,7 @@ class Rows:
         is_input: bool = False,
         name: str = "x",
     ) -> None:
-        if not isinstance(values, (Tensor, np.ndarray)):
-            raise TypeError(f"{name} must be a tensor or a numpy array; got {type(values).__name__}.")
-        if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
-            raise TypeError(f"{name} must hold numbers; got an array of {values.dtype}.")
+        check_array(name, values)
         if isinstance(values, Tensor):
             check_device(values, like.device, f"{name} is")
             if is_input and values.is_floating_point() and values.dtype != like.dtype:
@@ -154,22 +152,55 @@ def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y", *, is_
         torch.Size([3, 1])
     """
     if isinstance(values, Tensor):
+        check_array(name, values)
         found = values.unsqueeze(-1) if is_input and values.dim() == 1 else values
     else:
         found = Rows(values, like, is_input=is_input, name=name)[:]
     return found if found.is_floating_point() else found.to(like.dtype)
 
 
+def check_array(name: str, values: Any, wanted: str = "a tensor or a numpy array") -> None:
+    """Raise unless values are a tensor or an array of real numbers.
+
+    :param name: What they are called, for messages.
+    :param values: What came.
+    :param wanted: What may come, for messages.
+
+    Example:
+        >>> tighter_gp.data.check_array("x", [1.0, 2.0])
+        Traceback (most recent call last):
+            ...
+        TypeError: x must be a tensor or a numpy array; got list.
+    """
+    if not isinstance(values, (Tensor, np.ndarray)):
+        hint = f" Pass {name}.to_numpy()." if hasattr(values, "to_numpy") else ""
+        raise TypeError(f"{name} must be {wanted}; got {type(values).__name__}.{hint}")
+    is_real = not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "biuf"
+    if not is_real:
+        raise TypeError(f"{name} must hold real numbers; got {values.dtype}.")
+
+
 def check_kind(name: str, value: Any) -> None:
     """Raise if ``noise=`` is not a tensor or an array with one variance per point; other arguments may be anything.
+
+    It reads all values: to be called once, not in every step.
 
     Example:
         >>> tighter_gp.data.check_kind("noise", torch.ones(3))
     """
-    if name == "noise" and not isinstance(value, (Tensor, np.ndarray)):
+    if name != "noise":
+        return
+    if not isinstance(value, (Tensor, np.ndarray)):
         raise TypeError(
             f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
             "points is the likelihood's own: likelihood.noise = value."
+        )
+    check_array(name, value)
+    count = 0 if isinstance(value, Tensor) and value.is_meta else int((value < 0).sum())
+    if count:
+        raise ValueError(
+            f"noise= must hold variances; {count} of {math.prod(value.shape)} values are negative. Of logarithms pass "
+            "noise.exp()."
         )
 
 
@@ -210,8 +241,7 @@ def num_rows(x: Any) -> int:
         >>> tighter_gp.data.num_rows(torch.zeros(3, 5, 2)), tighter_gp.data.num_rows(torch.zeros(7))
         (5, 7)
     """
-    if not isinstance(x, (Tensor, np.ndarray)):
-        raise TypeError(f"x must be a tensor or a numpy array; got {type(x).__name__}.")
+    check_array("x", x)
     return int(x.shape[0] if x.ndim == 1 else x.shape[-2]) if x.ndim else 0
 
 
@@ -240,6 +270,8 @@ def first_parameter(*modules: torch.nn.Module) -> Tensor:
         >>> tighter_gp.data.first_parameter(model, likelihood).device
         device(type='cpu')
     """
+    if len(modules) == 2:
+        check_modules(*modules)
     for module in modules:
         for parameter in module.parameters():
             if parameter.is_floating_point():
@@ -254,6 +286,8 @@ def reference(*modules: torch.nn.Module) -> Tensor:
         >>> tighter_gp.data.reference(model, likelihood).device
         device(type='cpu')
     """
+    if len(modules) == 2:
+        check_modules(*modules)
     for module in modules:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if tensor.is_floating_point():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from gpytorch.priors import NormalPrior
@@ -340,3 +341,22 @@ def test_an_encoder_of_the_wrong_width_is_an_error():
     latents = EncodedLatents(torch.randn(9, 4), 3, torch.nn.Linear(4, 3).double())
     with pytest.raises(ValueError, match="9 x 6 for latent_dim=3"):
         latents.q()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_model_starts_from_an_array_as_from_a_tensor(dtype):
+    Y = np.random.default_rng(0).normal(size=(30, 4)).astype(dtype)
+    mask = np.random.default_rng(1).random((30, 4)) > 0.1
+    models = [
+        BayesianGPLVM.from_data(
+            data, latent_dim=2, num_inducing=5, mask=seen, generator=torch.Generator().manual_seed(0)
+        )
+        for data, seen in ((Y, mask), (torch.tensor(Y), torch.tensor(mask)))
+    ]
+    found, wanted = (model.state_dict() for model in models)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert models[0].latents.mean.dtype == torch.tensor(Y).dtype
+    q_x = models[0].infer_latents(Y[:3], mask[:3], num_steps=2)
+    assert models[0].log_density(Y[:3], q_x).shape == (3, 4)
+    with pytest.raises(TypeError, match="targets must be a tensor or a numpy array; got list"):
+        BayesianGPLVM.from_data(Y.tolist(), latent_dim=2, num_inducing=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
@@ -93,12 +94,12 @@ class BayesianGPLVM(ApproximateGP):
     @classmethod
     def from_data(
         cls,
-        targets: Tensor,
+        targets: Tensor | np.ndarray,
         latent_dim: int,
         num_inducing: int,
         likelihood: Likelihood | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | np.ndarray | None = None,
         prior: Distribution | None = None,
         stddev: float = 0.1,
         generator: torch.Generator | None = None,
@@ -109,7 +110,7 @@ class BayesianGPLVM(ApproximateGP):
         The means of q(x) are the unit-variance scores, the inducing points a random choice of them, and the lengthscales
         of the default kernel are one for the first component and longer for those that explain less.
 
-        :param targets: Data, ``N x P``; NaN marks a missing entry.
+        :param targets: Data, ``N x P``, a tensor or an array, whose precision the model takes; NaN marks a missing entry.
         :param latent_dim: :math:`Q \le P`.
         :param num_inducing: :math:`M \le N`.
         :param mask: True where observed, ``N x P``.
@@ -118,19 +119,19 @@ class BayesianGPLVM(ApproximateGP):
         :param generator: Source of randomness for the choice of inducing points, on any device.
         :param kwargs: Passed to the constructor.
         """
-        targets, _ = as_observed(targets, mask)
-        if not 1 <= num_inducing <= targets.size(0):
+        data, _ = as_observed(targets, mask)
+        if not 1 <= num_inducing <= data.size(0):
             raise ValueError(
-                f"num_inducing must lie between 1 and the {targets.size(0)} rows of the data; got {num_inducing}."
+                f"num_inducing must lie between 1 and the {data.size(0)} rows of the data; got {num_inducing}."
             )
-        scores, fraction = principal_components(targets, latent_dim)
-        chosen = permutation(targets.size(0), targets.device, generator)[:num_inducing]
+        scores, fraction = principal_components(data, latent_dim)
+        chosen = permutation(data.size(0), data.device, generator)[:num_inducing]
         latents = VariationalLatents(scores, prior, stddev)
         if "covar_module" not in kwargs:
             kernel = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)).to(scores)
             kernel.base_kernel.lengthscale = fraction.rsqrt()
             kwargs["covar_module"] = kernel
-        return cls(latents, scores[chosen].clone(), targets.size(-1), likelihood, **kwargs)
+        return cls(latents, scores[chosen].clone(), data.size(-1), likelihood, **kwargs)
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         r"""The prior at latent inputs ``... x Q``, one for all outputs."""

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from ..checks import host_values
+from ..data import check_array, from_array
 
 
-def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = None) -> tuple[Tensor, Tensor | None]:
+def as_observed(
+    targets: Tensor | np.ndarray, mask: Tensor | np.ndarray | None, num_outputs: int | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Rows of data with NaN at every missing entry, and which entries are observed.
 
     :param targets: Data, ``N x P``; NaN marks a missing entry.
@@ -19,6 +22,9 @@ def as_observed(targets: Tensor, mask: Tensor | None, num_outputs: int | None = 
     :param num_outputs: :math:`P`, if it is known.
     :return: The data, and the observed entries or None if none is missing.
     """
+    check_array("targets", targets)
+    targets = from_array(targets) if isinstance(targets, np.ndarray) else targets
+    mask = from_array(mask) if isinstance(mask, np.ndarray) else mask
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
         raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")
@@ -92,7 +98,9 @@ class PrincipalComponents(NamedTuple):
     fraction: Tensor
 
 
-def principal_components(targets: Tensor, latent_dim: int, mask: Tensor | None = None) -> PrincipalComponents:
+def principal_components(
+    targets: Tensor | np.ndarray, latent_dim: int, mask: Tensor | np.ndarray | None = None
+) -> PrincipalComponents:
     r"""Unit-variance scores on the first principal components; missing entries count as their column's mean.
 
     :param targets: Data, ``N x P``; NaN marks a missing entry.

@@ -57,8 +57,8 @@ def predict_y(
         >>> low.shape == test_y.shape
         True
     """
-    check_arguments(likelihood, kwargs)
     like = reference(model, likelihood)
+    check_arguments(likelihood, kwargs)
     check_device(likelihood, like.device, "The likelihood is")
     num_points = num_rows(x)
     for name, value in kwargs.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import check_device
 from ..collapsed import CollapsedGP
-from ..data import Rows, first_parameter
+from ..data import Rows, check_array, first_parameter
 from ..labels import check_labels
 from ..mlls import TighterELBO
 from .batches import ArrayBatches, BatchSource
@@ -75,7 +75,7 @@ def make_source(
     check_y = lambda values: check_labels(likelihood, values)
     if x is not None and not isinstance(x, (Tensor, np.ndarray)):
         if not hasattr(x, "dataset"):
-            raise TypeError(f"x must be a tensor, a numpy array or a DataLoader; got {type(x).__name__}.")
+            check_array("x", x, "a tensor, a numpy array or a DataLoader")
         if y is not None or batch_size is None:
             raise ValueError(
                 "A DataLoader brings its own targets and batches: leave y out, pass no per-point arguments, and use "
@@ -88,8 +88,7 @@ def make_source(
         x, y = _own_data(model, likelihood, x, y, like)
     if num_data is not None:
         raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
-    if not isinstance(y, (Tensor, np.ndarray)):
-        raise TypeError(f"y must be a tensor or a numpy array; got {type(y).__name__}.")
+    check_array("y", y)
     kwargs = {} if fixed is None else {"noise": fixed}
     source = ArrayBatches(x, y, kwargs, batch_size, seed, like, is_split, check_y)
     # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.
