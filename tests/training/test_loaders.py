@@ -274,3 +274,40 @@ def test_the_generator_of_the_device_is_seeded_in_each_epoch(monkeypatch):
         next(batches)
     assert len({seed for seed, _ in seeds}) == 2
     assert {device for _, device in seeds} == {x.device}
+
+
+class Stream(IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, num_rows=N):
+        x, y = data()
+        self.rows = list(zip(x[:num_rows], y[:num_rows], strict=True))
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_a_loader_without_a_length_trains_as_one_with_it():
+    losses = []
+    for loader in (DataLoader(Stream(), batch_size=16), DataLoader(TensorDataset(*data()), batch_size=16)):
+        losses.append(fit(*problem(q=(torch.zeros(M), torch.eye(M))), loader, epochs=2, num_data=N).loss)
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("num_rows", [N, 20])
+def test_a_loader_without_a_length_goes_on_where_it_was(tmp_path, num_rows):
+    # Of 20 rows it has fewer batches than num_data says.
+    loader = DataLoader(Stream(num_rows), batch_size=16)
+    whole = fit(*problem(), loader, steps=11, num_data=N)
+    options = {"steps": 11, "num_data": N, "checkpoint": tmp_path / "run.pt", "checkpoint_every": 3}
+    with pytest.raises(Interrupted):
+        fit(*problem(), loader, callbacks=[interrupt_at(8)], **options)
+    assert fit(*problem(), loader, resume=True, **options).loss == whole.loss
+
+
+def test_a_loader_without_a_length_says_what_is_missing():
+    with pytest.raises(TypeError, match=r"number of training points: pass num_data=, "):
+        fit(*problem(), DataLoader(Stream(), batch_size=16), steps=1)
+    with pytest.raises(TypeError, match=r"neither a length nor a batch_size, .* give its dataset a length"):
+        fit(*problem(), DataLoader(Stream(), batch_size=None), steps=1, num_data=N)

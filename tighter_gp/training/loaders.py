@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
-from ..data import move, signed
+from ..data import check_array, move, signed
 from . import distributed
 from .batches import Batch, BatchSource
 from .randomness import own_random_state, seed_generators, seed_of
@@ -26,7 +26,7 @@ class LoaderBatches(BatchSource):
     With several processes each has a loader of its own, such as one with a
     :class:`~torch.utils.data.distributed.DistributedSampler`.
 
-    :param loader: The loader; its dataset must know its length.
+    :param loader: The loader; one without a length needs ``num_data``, and is iterated over again and again.
     :param seed: Seed of the order, for a loader that shuffles.
     :param like: Tensor whose dtype and device the batches take.
     :param noise: Noise variances of all training points, ``... x N``, if the likelihood has them.
@@ -46,26 +46,28 @@ class LoaderBatches(BatchSource):
         limits: Sequence[tuple[int, str]] = (),
     ) -> None:
         try:
-            self.steps_per_epoch = len(loader)
             self.num_data = num_visited(loader, like.device) if num_data is None else num_data
         except TypeError:
             raise TypeError(
-                "fit needs to know the number of training points: give the DataLoader a dataset with a length, or pass "
-                "arrays; memory-mapped numpy arrays may be larger than the memory."
+                "fit needs to know the number of training points: pass num_data=, give the DataLoader a dataset with a length, "
+                "or pass arrays; memory-mapped numpy arrays may be larger than the memory."
             ) from None
+        self.batch_size = getattr(loader, "batch_size", None) or 0
+        self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, self.batch_size)
         if self.steps_per_epoch == 0:
             raise ValueError(
                 "The DataLoader yields no batch; its batch_size is larger than its dataset with drop_last."
             )
-        self.batch_size = getattr(loader, "batch_size", None) or 0
         self.loader, self.seed, self.like, self.noise, self.check_y = loader, seed, like, noise, check_y
         self.generators, self.limits = _generators(loader), list(limits)
         if noise is not None:
             self.limits.append((noise.size(-1), f"{noise.size(-1)} noise variances"))
 
     def iterate(self, start: int) -> Iterator[Batch]:
-        """The batches from step ``start`` on, without end; those before it in its epoch are read and dropped."""
-        epoch, skip = divmod(start, self.steps_per_epoch)
+        """The batches from step ``start`` on, without end; those before it in its epoch are read and dropped, and without a
+        length all before it.
+        """
+        epoch, skip = divmod(start, self.steps_per_epoch) if self.has_length else (0, start)
         while True:
             batch = None
             for batch in self._epoch(epoch):
@@ -94,6 +96,8 @@ class LoaderBatches(BatchSource):
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
             raise TypeError(f"A DataLoader must yield (x, y) or (x, y, index); got {type(batch).__name__}.")
         x, y, *index = batch
+        check_array("x", x)
+        check_array("y", y)
         if self.check_y is not None:
             self.check_y(y)
         for size, owner in self.limits if index else ():
@@ -114,6 +118,19 @@ class LoaderBatches(BatchSource):
                 "DataLoader yield (x, y, index)."
             )
         return {"noise": self.noise[..., rows]}
+
+
+def _num_batches(loader: Any, num_data: int, batch_size: int) -> tuple[int, bool]:
+    """Number of batches in an epoch, and whether the loader says so itself."""
+    try:
+        return len(loader), True
+    except TypeError:
+        if not batch_size:
+            raise TypeError(
+                "The DataLoader has neither a length nor a batch_size, so that fit does not know how long an epoch is: give its "
+                "dataset a length."
+            ) from None
+        return -(-num_data // (batch_size * distributed.world_size())), False
 
 
 def num_visited(loader: Any, device: torch.device) -> int:
