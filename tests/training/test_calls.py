@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 import tighter_gp
+from tests.tools.factories import make_noise
 from tests.training.problems import N, collapsed, data, problem, same, state
 from tighter_gp.training import fit
 
@@ -41,6 +42,7 @@ def test_a_mistake_in_the_call_is_raised_at_once():
         ({"resume": True}, "needs a checkpoint"),
         ({"patience": 3}, "validation="),
         ({"noise": torch.ones(N - 1)}, r"noise= must have one value per training point"),
+        ({"noise": -torch.ones(N)}, r"noise= must hold variances; 53 of 53 values are negative"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -96,7 +98,7 @@ def test_values_that_are_not_finite_are_refused_before_q_is_set(bad, which, make
     count, size = int((~torch.isfinite(arrays[which])).sum()), arrays[which].numel()
     message = f"{count} of {size} values of {'xy'[which]} are NaN or infinite; drop their rows{hint}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(model, likelihood, *arrays, steps=20, batch_size=5)
+        fit(model, likelihood, *arrays, steps=20)
     assert same(state(model, likelihood), before)
 
 
@@ -156,3 +158,44 @@ def test_targets_whose_scale_does_not_suit_the_steps_are_noticed(scale, caplog):
     assert not said(model, x, 9 * y + 1e3)
     assert not said(counts, x, torch.arange(300.0))
     assert "standard deviation" not in caplog.text
+
+
+class Frame:
+    """As pandas has it."""
+
+    def to_numpy(self):
+        return data()[0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (data(), {}, "first argument is the model, the second its likelihood; got GP and Tensor"),
+        ((make_noise(0.2), Frame(), data()[1]), {}, r"a numpy array or a DataLoader; got Frame\. Pass x\.to_numpy\(\)"),
+        ((make_noise(0.2), data()[0], Frame()), {}, r"y must be .* array; got Frame\. Pass y\.to_numpy\(\)"),
+        ((make_noise(0.2), data()[0], data()[1].cfloat()), {}, "y must hold real numbers; got torch.complex64"),
+        ((make_noise(0.2), data()[0].cfloat(), data()[1]), {}, "x must hold real numbers; got torch.complex64"),
+        (
+            (make_noise(0.2), *data()),
+            {"callbacks": print},
+            r"callbacks= is a list of functions; got builtin.* callbacks=\[",
+        ),
+        ((make_noise(0.2), *data()), {"callbacks": [3]}, "callbacks= is a list of functions"),
+        (
+            (make_noise(0.2), *data()),
+            {"optimizer": torch.optim.SGD([torch.ones(1)])},
+            r"optimizer= is a name, 'adam' or 'lbfgs'; got SGD\. See lr= and schedule=\.$",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        fit(problem()[0], *arguments, steps=1, **options)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_complex_batches_of_a_loader_are_refused(which):
+    arrays = list(data())
+    arrays[which] = arrays[which].cfloat()
+    with pytest.raises(TypeError, match=f"{'xy'[which]} must hold real numbers"):
+        fit(*problem(), DataLoader(TensorDataset(*arrays), batch_size=16), steps=1)

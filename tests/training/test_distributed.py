@@ -142,7 +142,7 @@ def at_once() -> dict[str, torch.Tensor]:
     for optimizer in ("lbfgs", "adam"):
         likelihood = make_noise(0.3)
         model = CollapsedGP(x, y, x[:4].clone(), make_kernel("rbf", 1.0, torch.ones(x.size(-1))), likelihood)
-        history = fit(model, likelihood, x, y, optimizer=optimizer, steps=4, lr=0.1)
+        history = fit(model, likelihood, x, y, optimizer=optimizer, steps=4, lr=0.1 if optimizer == "adam" else None)
         found[f"collapsed {optimizer}"] = model, likelihood, history
     return {
         name: torch.cat(

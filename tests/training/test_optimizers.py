@@ -273,3 +273,20 @@ def test_lbfgs_has_converged_after_three_iterations_that_change_nothing(before, 
         state, info = step.step(state, None, None)
         ends.append(info.converged)
     assert ends == (["", "", "converged"] if is_quiet else ["", "", ""])
+
+
+@pytest.mark.parametrize("make", [problem, collapsed])
+@pytest.mark.parametrize("option", [{"lr": 0.1}, {"schedule": "constant"}, {"schedule": None}, {"batch_size": 7}])
+def test_what_lbfgs_does_not_use_is_said(make, option, caplog):
+    (name,) = option
+    fit(*make(), *data(), steps=1, optimizer="lbfgs", batch_size=None)
+    assert "is not used" not in caplog.text
+    fit(*make(), *data(), steps=1, optimizer="lbfgs", **option)
+    assert f"{name}= is for Adam" in caplog.text
+
+
+def test_adam_on_a_collapsed_model_uses_all_but_the_size_of_batches(caplog):
+    fit(*collapsed(), steps=1, optimizer="adam", batch_size=None, lr=0.1, schedule="linear")
+    assert "is not used" not in caplog.text
+    fit(*collapsed(), steps=1, optimizer="adam", batch_size=7)
+    assert "batch_size= is for Adam on mini-batches, and is not used here" in caplog.text

@@ -35,6 +35,9 @@ from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
+# Values that ask for nothing.
+_DEFAULTS = {"lr": (None,), "schedule": ("recipe",), "batch_size": (1024, None)}
+
 # Learning rate of Adam for q(u), and for parameters that are none of a GP.
 _ADAM_LR = 0.01
 
@@ -113,7 +116,7 @@ def fit(
         :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`, or its own bound. Its own parameters are trained too.
     :param epochs: Passes over the data; default 100.
     :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
-    :param batch_size: Points per step, over all processes; None for all.
+    :param batch_size: Points per step, over all processes; None for all. L-BFGS and collapsed models take all.
     :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, and 0.01 for what is no
         part of a GP, such as a network's weights; without natural gradients 0.01 for all.
     :param schedule: How it falls: ``"recipe"`` (with natural gradients constant, then linear to zero over the last half;
@@ -146,7 +149,7 @@ def fit(
         last batch of an epoch is taken eagerly, and so is a step that fails. By default natural gradients on a CPU are
         compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
-    :param num_data: Number of training points, for a DataLoader whose sampler cannot tell.
+    :param num_data: Number of training points, for a DataLoader whose sampler or dataset cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective, see
         :func:`~tighter_gp.arguments.argument_names`; a tensor or array, such as ``noise=``, has one value per point,
         ``... x N``. An unknown one is a ``TypeError``.
@@ -157,10 +160,18 @@ def fit(
         >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
         True
     """
-    collapsed = is_collapsed(model)
+    like, collapsed = reference(model, likelihood), is_collapsed(model)
     optimizer = optimizer or ("lbfgs" if collapsed else "adam")
+    if not isinstance(optimizer, str):
+        raise TypeError(
+            f"optimizer= is a name, 'adam' or 'lbfgs'; got {type(optimizer).__name__}. See lr= and schedule=."
+        )
     if optimizer not in ("adam", "lbfgs"):
         raise ValueError(f"Unknown optimizer {optimizer!r}; choose 'adam' or 'lbfgs'.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise TypeError(
+            f"callbacks= is a list of functions; got {type(callbacks).__name__}. Pass one as callbacks=[function]."
+        )
     if epochs is not None and steps is not None:
         raise ValueError("Give epochs or steps, not both.")
     counts = {
@@ -187,6 +198,7 @@ def fit(
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
     if optimizer == "lbfgs":
         refuse_natural(model, natural_gradients)
+    _say_what_is_unused(optimizer, collapsed, lr=lr, schedule=schedule, batch_size=batch_size)
     if collapsed or hasattr(x, "dataset"):
         # Neither has a place for them.
         owner = f"A {type(model if collapsed else x).__name__}"
@@ -197,7 +209,6 @@ def fit(
             raise ValueError("initialize=True needs x and y as tensors or arrays; call tighter_gp.initialize yourself.")
         if not (resume and os.path.exists(checkpoint or "")):
             start_from_data(model, likelihood, x, y, seed=seed)
-    like = reference(model, likelihood)
     with enforced_constraints(model, likelihood), distributed.group(like.device):
         source = make_source(
             model,
@@ -246,6 +257,16 @@ def fit(
         )
         guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
         return train(problem, source, guard, plan, Progress(progress, steps))
+
+
+def _say_what_is_unused(optimizer: str, is_collapsed: bool, **arguments: Any) -> None:
+    """A step size of L-BFGS, and a size of batches where each step takes all data."""
+    for name, value in arguments.items():
+        is_used = optimizer == "adam" and not (is_collapsed and name == "batch_size")
+        if not is_used and value not in _DEFAULTS[name]:
+            log.warning(
+                "%s= is for Adam%s, and is not used here", name, " on mini-batches" if name == "batch_size" else ""
+            )
 
 
 def _say_what_stays(model: Any, likelihood: Likelihood, kwargs: dict[str, Any]) -> None:
