@@ -90,3 +90,24 @@ def test_labels_that_are_true_or_false_train_as_zero_and_one(options):
         assert loss(x, labels) == pytest.approx(expected, rel=1e-12)
     # With a loader q(u) starts with another little noise.
     assert loss(loader(y > 0)) == pytest.approx(loss(loader((y > 0).double())), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x, rows: tighter_gp.fit(model, model.likelihood, x, rows, steps=1),
+        lambda model, x, rows: tighter_gp.fit(model, model.likelihood, x.numpy(), rows.numpy(), steps=1),
+        lambda model, x, rows: tighter_gp.fit(
+            model, model.likelihood, DataLoader(TensorDataset(x, rows), batch_size=N), steps=1
+        ),
+        lambda model, x, rows: tighter_gp.evaluate_bound(model, model.likelihood, x, rows),
+    ],
+    ids=["tensor", "array", "loader", "bound"],
+)
+def test_one_hot_rows_are_no_labels(call):
+    x, _ = data()
+    model = tighter_gp.models.MultiClassification(3, x, num_inducing=5)
+    with pytest.raises(
+        ValueError, match=r"shape \(53,\) .* got \(53, 3\)\. Labels are 0 to 2, .* pass y\.argmax\(-1\)"
+    ):
+        call(model, x, torch.eye(3)[torch.arange(N) % 3])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
-__all__ = ["check_labels"]
+__all__ = ["check_labels", "shape_hint"]
 
 _COUNTS = (PoissonLikelihood, likelihoods.PoissonLikelihood, getattr(likelihoods, "NegativeBinomialLikelihood", ()))
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
@@ -64,6 +64,18 @@ def check_labels(likelihood: Any, y: Tensor | np.ndarray, name: str = "y") -> No
     elif isinstance(likelihood, likelihoods.BetaLikelihood):
         is_bad = ((y <= 0) | (y >= 1)) & ~is_missing
         _refuse(is_bad, y, f"{kind} takes values between 0 and 1, both excluded", name)
+
+
+def shape_hint(likelihood: Any, shape: tuple[int, ...]) -> str:
+    """What to do with targets of a wrong shape.
+
+    Example:
+        >>> tighter_gp.labels.shape_hint(gpytorch.likelihoods.GaussianLikelihood(), (5, 1))
+        'For a single output squeeze a trailing dimension of one.'
+    """
+    if isinstance(likelihood, likelihoods.SoftmaxLikelihood) and shape[-1:] == (likelihood.num_classes,):
+        return f"Labels are 0 to {likelihood.num_classes - 1}, one per point: of one-hot rows pass y.argmax(-1)."
+    return "For a single output squeeze a trailing dimension of one."
 
 
 def _refuse(is_bad: Any, y: Any, wanted: str, name: str) -> None:

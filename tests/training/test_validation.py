@@ -174,6 +174,8 @@ def test_a_label_per_point_fits_several_functions_but_not_several_gaussian_outpu
     model = Three()
     softmax = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
     assert math.isfinite(mean_nlpd(model, softmax, x, torch.tensor([0, 1, 2, 0])))
+    with pytest.raises(ValueError, match=r"must have shape \(4,\) .*; got \(4, 3\)\. .* pass y\.argmax\(-1\)"):
+        mean_nlpd(model, softmax, x, torch.eye(3)[torch.tensor([0, 1, 2, 0])])
     # As many points as outputs: targets would broadcast.
     gaussian = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=3)
     with pytest.raises(ValueError, match=r"must have shape \(3, 3\) to fit"):
@@ -183,7 +185,8 @@ def test_a_label_per_point_fits_several_functions_but_not_several_gaussian_outpu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, y: (x, y.unsqueeze(-1)), "squeeze a trailing dimension"),
+        (lambda x, y: (x, y.unsqueeze(-1)), r"shape \(19,\) .* N = 19; got \(19, 1\)\..* squeeze a trailing dimension"),
+        (lambda x, y: (x, y, {"noise": -torch.ones(19)}), "noise= must hold variances; 19 of 19 values are negative"),
         (lambda x, y: (x, y[:-1]), "a held-out target for each of the 19 rows"),
         (lambda x, y: (x[:0], y[:0]), "a held-out target for each of the 0 rows"),
         (lambda x, y: (torch.where(x > 2.5, math.inf, x), y), "values of the validation inputs are NaN or infinite"),

@@ -18,7 +18,7 @@ from ..carrier import Carrier, iter_carriers
 from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
 from ..data import signed
-from ..labels import check_labels
+from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import (
     correlates_tasks,
     draw_samples,
@@ -211,9 +211,11 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
 
 def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
     """Raise unless targets fit q(f) and the likelihood."""
-    # A likelihood of several functions may have one label per point.
+    # A likelihood of several functions may have one label per point, a softmax has.
     is_one_dimensional = isinstance(likelihood, _OneDimensionalLikelihood) or is_gaussian(likelihood)
     allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
+    if isinstance(likelihood, SoftmaxLikelihood):
+        allowed = {q.event_shape[:1]}
     for event_shape in allowed:
         batch_shape = target.shape[: target.dim() - len(event_shape)]
         if target.shape[len(batch_shape) :] == event_shape and _fits(batch_shape, q.batch_shape):
@@ -222,7 +224,7 @@ def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None
         wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in sorted(allowed, key=len))
         raise ValueError(
             f"Targets must have shape {wanted} to fit q(f); got {tuple(target.shape)}. "
-            "For a single output squeeze a trailing dimension of one."
+            f"{shape_hint(likelihood, target.shape)}"
         )
     values = host_values(target)
     if values is not None and not np.isfinite(values).all() and observed(likelihood, target, q.event_shape) is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood, SoftmaxLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
@@ -21,7 +21,7 @@ from ..arguments import check_arguments
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_kind, first_parameter, num_rows, row_dim
-from ..labels import check_labels
+from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
@@ -119,7 +119,7 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
     with temporary_mode(model, False), temporary_mode(likelihood, False):
         for rows, q in _predictions(model, held_out, batch_size):
             _, y, kwargs = held_out.take(rows)
-            _check_shape(likelihood, y, q)
+            _check_shape(held_out, y, q)
             density = log_density(likelihood, q, y, **kwargs).double().nan_to_num(0.0)  # NaN: no target observed
             if isinstance(model, DeepGP):
                 density = torch.logsumexp(density, dim=0) - math.log(len(density))  # a mixture over samples
@@ -177,7 +177,7 @@ def try_out(model: Any, likelihood: Likelihood, held_out: HeldOut) -> None:
     with suppress(*NUMERICAL_ERRORS), torch.no_grad(), temporary_mode(model, False), temporary_mode(likelihood, False):
         x, y, kwargs = held_out.take(slice(1))
         q = predict(model, x) if _has_diagonal(model) else model(x)
-        _check_shape(likelihood, y, q)
+        _check_shape(held_out, y, q)
         log_density(likelihood, q, y, **kwargs)
 
 
@@ -203,13 +203,17 @@ def check_finite(name: str, values: Tensor, likelihood: Likelihood | None = None
         raise ValueError(f"{count} of {values.numel()} values of {name} are NaN or infinite; drop their rows{hint}.")
 
 
-def _check_shape(likelihood: Likelihood, y: Tensor, q: MultivariateNormal) -> None:
-    """Raise if targets would broadcast; one label may stand for several functions."""
+def _check_shape(held_out: HeldOut, y: Tensor, q: MultivariateNormal) -> None:
+    """Raise if a chunk of targets would broadcast; one label may stand for several functions."""
+    likelihood = held_out.likelihood
     one_output = is_gaussian(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
     wanted = [q.mean.shape] if one_output or len(q.event_shape) == 1 else [q.mean.shape, q.mean.shape[:-1]]
+    if isinstance(likelihood, SoftmaxLikelihood):
+        wanted = wanted[-1:]
     batch_dim = len(q.batch_shape)
     if not any(y.shape in [shape[skipped:] for skipped in range(batch_dim + 1)] for shape in wanted):
+        whole = [(*shape[:batch_dim], len(held_out), *shape[batch_dim + 1 :]) for shape in wanted]
         raise ValueError(
-            f"Held-out targets must have shape {' or '.join(str(tuple(shape)) for shape in wanted)} to fit q(f) with "
-            f"N = {q.event_shape[0]}; got {tuple(y.shape)}. For a single output squeeze a trailing dimension of one."
+            f"Held-out targets must have shape {' or '.join(map(str, whole))} to fit q(f) with N = {len(held_out)}; got "
+            f"{tuple(held_out.y.shape)}. {shape_hint(likelihood, y.shape)}"
         )
