@@ -153,3 +153,49 @@ def test_inputs_may_be_any_array():
     for array in (x, x.astype(">f8"), x[::-1].copy()[::-1], np.asfortranarray(x)):
         model = models.Regression(array, num_inducing=5)
         torch.testing.assert_close(model.variational_strategy.inducing_points, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"covar_module": "matern"}, "covar_module must be a Kernel of GPyTorch; got 'matern'"),
+        (
+            {"covar_module": gpytorch.kernels.RBFKernel},
+            "covar_module must be a Kernel of GPyTorch; got <class .*RBFKernel",
+        ),
+        ({"mean_module": 0.0}, "mean_module must be a Mean of GPyTorch; got float"),
+        ({"likelihood": torch.ones(3)}, "likelihood must be a Likelihood of GPyTorch; got Tensor"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        models.Regression(torch.rand(9, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(models.MultiClassification, "num_classes"), (models.MultiOutputRegression, "num_outputs")]
+)
+def test_the_number_of_functions_comes_first(make, name):
+    x = torch.rand(9, 2)
+    with pytest.raises(TypeError, match=f"{name} comes first, an integer, and then x; got Tensor"):
+        make(x, 3)
+    for count in (np.int64(3), torch.tensor(3)):
+        assert make(count, x, num_inducing=4).variational_strategy.num_tasks == 3
+
+
+def test_inputs_of_another_kind_are_refused():
+    class Frame:
+        def to_numpy(self):
+            return np.ones((9, 2))
+
+    with pytest.raises(TypeError, match=r"x must be a tensor .* got Frame\. Pass x\.to_numpy\(\)"):
+        models.Regression(Frame())
+    with pytest.raises(TypeError, match=r"inducing_points must be .* got Frame\. Pass inducing_points\.to_numpy\(\)"):
+        models.Regression(inducing_points=Frame())
+    with pytest.raises(TypeError, match=r"x must hold real numbers; got torch.complex64"):
+        models.Regression(torch.rand(9, 2).cfloat())
+    assert models.Regression(inducing_points=[[0.0], [1.0]]).variational_strategy.inducing_points.shape == (2, 1)
+
+
+def test_what_the_module_offers_are_models():
+    assert {type(make(torch.rand(9, 2))).__name__ for make in MAKERS.values()} == set(models.__all__)

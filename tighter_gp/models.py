@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ from gpytorch.models import ApproximateGP
 from gpytorch.variational import CholeskyVariationalDistribution, IndependentMultitaskVariationalStrategy
 from torch import Tensor
 
-from .data import from_array
+from .data import check_array, from_array
 from .inducing import kmeans
 from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from .likelihoods.properties import is_log_concave
 from .strategies import TighterVariationalStrategy
+
+__all__ = ["BinaryClassification", "CountRegression", "MultiClassification", "MultiOutputRegression", "Regression"]
 
 
 def _conditional(likelihood: Likelihood) -> str:
@@ -61,6 +64,11 @@ class Regression(ApproximateGP):
         likelihood: Likelihood | None = None,
         _num_functions: int | None = None,
     ) -> None:
+        kinds = {"covar_module": (covar_module, Kernel), "mean_module": (mean_module, Mean)}
+        for name, (part, kind) in {**kinds, "likelihood": (likelihood, Likelihood)}.items():
+            if part is not None and not isinstance(part, kind):
+                got = repr(part) if isinstance(part, (str, type)) else type(part).__name__
+                raise TypeError(f"{name} must be a {kind.__name__} of GPyTorch; got {got}.")
         shape = torch.Size(() if _num_functions is None else (_num_functions,))
         likelihood = self._make_likelihood(*shape) if likelihood is None else likelihood
         z = _points(x, num_inducing, inducing_points)
@@ -115,7 +123,7 @@ class MultiOutputRegression(Regression):
     _make_likelihood = functools.partial(MultitaskGaussianLikelihood, has_global_noise=False)
 
     def __init__(self, num_outputs: int, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
-        super().__init__(x, num_inducing, **kwargs, _num_functions=num_outputs)
+        super().__init__(x, num_inducing, **kwargs, _num_functions=_count("num_outputs", num_outputs))
 
 
 class MultiClassification(Regression):
@@ -130,13 +138,22 @@ class MultiClassification(Regression):
     _make_likelihood = functools.partial(SoftmaxLikelihood, None, mixing_weights=False)
 
     def __init__(self, num_classes: int, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
-        super().__init__(x, num_inducing, **kwargs, _num_functions=num_classes)
+        super().__init__(x, num_inducing, **kwargs, _num_functions=_count("num_classes", num_classes))
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} comes first, an integer, and then x; got {type(value).__name__}.") from None
 
 
 def _points(x: Any, num_inducing: int, inducing_points: Tensor | None) -> Tensor:
     if (x is None) == (inducing_points is None):
         raise TypeError("Give either training inputs, to place inducing points among, or inducing_points=.")
-    points = x if inducing_points is None else inducing_points
+    name, points = ("x", x) if inducing_points is None else ("inducing_points", inducing_points)
+    if not isinstance(points, (list, tuple)):
+        check_array(name, points)
     points = from_array(points) if isinstance(points, np.ndarray) else torch.as_tensor(points)
     points = points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
     return kmeans(points, min(num_inducing, len(points))) if inducing_points is None else points.detach().clone()

@@ -735,3 +735,34 @@ def test_quantiles_are_looked_for_around_the_mean_in_standard_deviations():
     torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.3))
     place, distance = LaplaceMarginal(likelihoods.LaplaceLikelihood().initialize(noise=0.3), {}, 16, 0).around(f)
     torch.testing.assert_close((place, distance.square()), (f.mean, f.variance + 0.6))
+
+
+@pytest.mark.parametrize("make", [lambda: make_noise(0.3), laplace, PoissonLikelihood])
+def test_several_quantiles_are_the_first_dimension(make):
+    y = tighter_gp.distribution_of_y(make(), q_of())
+    wanted = torch.stack([y.quantile(0.1), y.quantile(0.9)])
+    for p in ([0.1, 0.9], np.array([0.1, 0.9]), torch.tensor([0.1, 0.9], dtype=torch.float64)):
+        assert torch.equal(y.quantile(p), wanted)
+    assert torch.equal(y.quantile(torch.tensor(0.9, dtype=torch.float64)), wanted[1])
+
+
+@pytest.mark.parametrize(
+    ("coverage", "message"), [(95, r"got 95\. For 95 per cent pass 0\.95\."), (0, "got 0\\.$"), (-1, "got -1\\.$")]
+)
+def test_a_coverage_out_of_range_is_named(coverage, message):
+    y = tighter_gp.distribution_of_y(make_noise(0.3), q_of())
+    with pytest.raises(ValueError, match=f"coverage must lie between 0 and 1, both excluded; {message}"):
+        y.interval(coverage)
+
+
+def test_the_likelihood_comes_second():
+    model, x = make_gp(torch.rand(4, 2)), torch.rand(3, 2)
+    with pytest.raises(TypeError, match="first argument is the model, the second its likelihood; got GP and Tensor"):
+        tighter_gp.predict_y(model, x, make_noise(0.3))
+
+
+def test_a_single_row_needs_a_dimension_of_points():
+    model, x = make_gp(torch.rand(4, 2)), torch.rand(3, 2)
+    with pytest.raises(ValueError, match=r"Inputs must have shape \.\.\. x N x 2 .* Of a single row pass x\[None\]\."):
+        tighter_gp.predict_y(model, make_noise(0.3), x[0])
+    assert tighter_gp.predict_y(model, make_noise(0.3), x[0][None]).mean.shape == (1,)

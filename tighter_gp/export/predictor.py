@@ -72,9 +72,9 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
         >>> bool(torch.allclose(f_mean, tighter_gp.predict(model, test_x).mean, atol=1e-4))
         True
     """
-    mean = PlainMean(getattr(model, "mean_module", None))
     with temporary_mode(model, False):
         kernel, points, jitter, data = _parts(model)
+        mean = PlainMean(getattr(model, "mean_module", None))
         test = torch.cat([points, (points + points.roll(1, 0)) / 2])
         expected = predict(model, test.to(next(model.parameters()).dtype))  # also completes a q(u) never used
         # Exact as far as float64 goes; what is stored is rounded to the precision of the module.
@@ -124,6 +124,11 @@ def _parts(model: Any) -> tuple[Any, Tensor, float, tuple[Tensor, Tensor, Tensor
         return kernel, torch.cat([strategy.inducing_points, strategy.orthogonal_points]), strategy.jitter_val, None
     if type(strategy) is TighterVariationalStrategy and strategy.inducing_points.dim() == 2:
         return kernel, strategy.inducing_points, strategy.jitter_val, None
+    if num_outputs := getattr(strategy, "num_tasks", None):
+        raise TypeError(
+            f"export_predictor takes a model of one output; {type(model).__name__} has {num_outputs}. Use predict_y, or a model "
+            "per output."
+        )
     raise TypeError(
         "export_predictor takes a model of one output on a strategy or an inducing-point kernel of this package, or a "
         f"CollapsedGP; got {type(model).__name__} with {type(strategy or kernel).__name__}."

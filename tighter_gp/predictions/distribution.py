@@ -6,7 +6,7 @@ import copy
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -186,13 +186,19 @@ class PredictiveDistribution:
             )
         return self.mean
 
-    def quantile(self, p: float) -> Tensor:
+    def quantile(self, p: float | Sequence[float] | Tensor) -> Tensor:
         """The value below which y lies with probability ``p``, like the mean; for counts the smallest integer that reaches it.
 
-        :param p: Between 0 and 1, both excluded.
+        :param p: Between 0 and 1, both excluded. Several are the first dimension of the answer.
         """
+        levels = torch.as_tensor(p, dtype=torch.float64, device="cpu")
+        if levels.dim():
+            return torch.stack([self.quantile(level) for level in levels.tolist()])
+        return self._quantile(levels.item())
+
+    def _quantile(self, p: float) -> Tensor:
         if not 0 < p < 1:
-            raise ValueError(f"A quantile needs a probability between 0 and 1, both excluded; got {p}.")
+            raise ValueError(f"A quantile needs a probability between 0 and 1, both excluded; got {p:g}.")
         if self._kind is GaussianMarginal and self._weights is None:
             z = NormalDist().inv_cdf(p)
             return (self._f.mean.double() + z * self._f.variance.double().sqrt()).to(self._f.mean.dtype)
@@ -219,6 +225,9 @@ class PredictiveDistribution:
 
         :param coverage: The probability.
         """
+        if not 0 < coverage < 1:
+            hint = f" For {coverage:g} per cent pass {coverage / 100:g}." if 1 < coverage < 100 else ""
+            raise ValueError(f"coverage must lie between 0 and 1, both excluded; got {coverage}.{hint}")
         return self.quantile((1 - coverage) / 2), self.quantile((1 + coverage) / 2)
 
     def log_prob(self, y: Any) -> Tensor:
