@@ -60,10 +60,13 @@ def test_the_whole_program_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(compile(PROGRAM, "README.md", "exec"), found)
-    match = re.search(r"NLPD (-?\d+\.\d+), within the 95 % intervals: (\d\.\d+)", capsys.readouterr().out)
+    match = re.search(
+        r"NLPD (-?\d+\.\d+), RMSE (\d+\.\d+), within the 95 % intervals: (\d\.\d+)", capsys.readouterr().out
+    )
     # Noise with a standard deviation of 5 has an NLPD of 3.03 in these units.
     assert 2.7 < float(match[1]) < 4.0
-    assert float(match[2]) > 0.8
+    assert 4.0 < float(match[2]) < 10.0
+    assert float(match[3]) > 0.8
     # The statistics are those of the training rows.
     order = np.random.default_rng(0).permutation(400)
     assert found["centre"].numpy() == pytest.approx(table[order[80:]].mean(0), rel=1e-4)
