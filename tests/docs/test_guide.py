@@ -67,6 +67,7 @@ def _page(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_page")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx and BoTorch
+@pytest.mark.filterwarnings("ignore:Using an (input|outcome) transform")  # BoTorch's own
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx's own
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```python\n" in text and name != "gpus"])
 def test_code_of_a_page_runs(name, tmp_path):
