@@ -90,6 +90,8 @@ def test_states_within_are_those_of_the_values():
         (LessThan(2.0, transform=None), -7.0, -7.0),
         (Interval(0.0, 1.0, transform=None), 1.0, 1.0),
         (Interval(-1.0, 1.0, transform=None), 0.25, 0.25),
+        (Interval(365.2, 365.3, transform=None), 365.2001, 365.2001),
+        (GreaterThan(1e-4, transform=None), 1.0000001e-4, 1e-4),
     ],
 )
 def test_a_parameter_on_its_bound_starts_just_inside(constraint, value, nearest):
@@ -98,9 +100,10 @@ def test_a_parameter_on_its_bound_starts_just_inside(constraint, value, nearest)
     module.register_constraint("raw_size", constraint.double())
     with enforced_constraints(module):
         assert torch.isfinite(module.raw_size)
-        size = constraint.transform(module.raw_size)
+        size = module.raw_size_constraint.transform(module.raw_size)
         assert constraint.lower_bound < size < constraint.upper_bound
-        assert size.item() == pytest.approx(nearest, rel=2e-3, abs=1e-8)
+        is_inside = constraint.lower_bound < value < constraint.upper_bound
+        assert size.item() == pytest.approx(nearest, rel=1e-9 if is_inside and value == nearest else 2e-3, abs=1e-8)
     assert module.raw_size.item() == size.item()
 
 
@@ -143,3 +146,28 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path):
     again = make(x)
     tighter_gp.fit(*again, x, y, resume=True, **options)
     assert again[1].noise.item() == pytest.approx(whole[1].noise.item(), rel=1e-9)
+
+
+def test_a_constraint_that_is_shared_stays_stated_for_the_others():
+    stated = GreaterThan(1e-2, transform=None)
+    kernels = [gpytorch.kernels.RBFKernel(lengthscale_constraint=stated) for _ in range(3)]
+    for kernel in kernels:
+        kernel.lengthscale = 0.05
+    kernels[1].raw_lengthscale.requires_grad_(False)
+    with enforced_constraints(kernels[0] * kernels[1]):  # the third is another model's
+        assert [kernel.lengthscale.item() for kernel in kernels] == pytest.approx([0.05] * 3)
+        assert [kernel.raw_lengthscale_constraint.enforced for kernel in kernels] == [True, False, False]
+        kernels[0].lengthscale = 0.07
+    assert all(kernel.raw_lengthscale_constraint is stated for kernel in kernels)
+    assert all(kernel.constraint_for_parameter_name("raw_lengthscale") is stated for kernel in kernels)
+    assert [kernel.lengthscale.item() for kernel in kernels] == pytest.approx([0.07, 0.05, 0.05])
+
+
+@pytest.mark.parametrize("value", [0.3, 0.3002, 0.301])
+def test_a_state_that_is_loaded_is_that_which_was_saved(value):
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=Interval(0.3, 0.301, transform=None)).double()
+    likelihood.noise = 0.3005
+    with enforced_constraints(likelihood):
+        likelihood.load_state_dict({**likelihood.state_dict(), NOISE: torch.tensor([value], dtype=torch.float64)})
+        assert likelihood.noise.item() == pytest.approx(value, rel=1e-12)
+        assert torch.isfinite(likelihood.noise_covar.raw_noise)

@@ -27,8 +27,16 @@ _LOG_CONCAVE = (
 
 
 def is_gaussian(likelihood: Any) -> bool:
-    """Whether the noise is Gaussian and independent between points, so that the best scales have a closed form."""
-    return isinstance(likelihood, _GaussianLikelihoodBase)
+    """Whether the noise is Gaussian and independent between points, so that the best scales have a closed form.
+
+    One of your own with another expectation, such as that of a power of the density, is not.
+    """
+    return isinstance(likelihood, _GaussianLikelihoodBase) and not has_own(likelihood, "expected_log_prob")
+
+
+def has_own(likelihood: Any, *names: str) -> bool:
+    """Whether a class derived from one of GPyTorch's overrides one of these methods."""
+    return any(not getattr(type(likelihood), name).__module__.startswith("gpytorch.") for name in names)
 
 
 def is_log_concave(likelihood: Any) -> bool:
@@ -46,9 +54,10 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     :param likelihood: Any Gaussian likelihood of GPyTorch.
     :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch.
     """
-    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood):
+    is_own = has_own(likelihood, "_shaped_noise_covar")
+    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         return _fixed_noise(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs:
+    if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
         noise = likelihood.noise
         return noise.reshape(*noise.shape[:-1], *(1 for _ in event_shape))
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase) and getattr(likelihood, "rank", 0) > 0:

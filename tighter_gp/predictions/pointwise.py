@@ -22,6 +22,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from ..likelihoods.properties import has_own
+
 
 class FunctionValues(NamedTuple):
     """What is known of f, or of y under Gaussian noise, at each point by itself.
@@ -153,7 +155,8 @@ def _point_blocks(covar: Any, num_tasks: int) -> Tensor:
 def is_gaussian(likelihood: Any) -> bool:
     """Whether y is Gaussian given f; labels with a Dirichlet likelihood are not, though it is trained as if."""
     dirichlet = likelihoods.DirichletClassificationLikelihood
-    return isinstance(likelihood, _GaussianLikelihoodBase) and not isinstance(likelihood, dirichlet)
+    is_base = isinstance(likelihood, _GaussianLikelihoodBase) and not isinstance(likelihood, dirichlet)
+    return is_base and not has_own(likelihood, "forward", "marginal")
 
 
 def add_noise(
@@ -168,7 +171,8 @@ def add_noise(
     :param tasks: For :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`: the task of each point, ``N``.
     """
     mean = f.mean
-    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood):
+    is_own = has_own(likelihood, "_shaped_noise_covar")
+    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         if noise is None:
             raise ValueError(
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
@@ -181,14 +185,15 @@ def add_noise(
     elif isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
         matrix = likelihood._shaped_noise_covar(torch.Size([*mean.shape[:-2], 1, mean.size(-1)])).to_dense()
         return _add_matrix(f, matrix.detach().unsqueeze(-3), getattr(likelihood, "rank", 0) > 0)
-    elif isinstance(likelihood, likelihoods.HadamardGaussianLikelihood):
+    elif isinstance(likelihood, likelihoods.HadamardGaussianLikelihood) and not is_own:
         added = likelihood.noise[..., _task_of_each_point(likelihood, inputs, tasks, mean)]
-    elif isinstance(likelihood, likelihoods.GaussianLikelihood):
+    elif isinstance(likelihood, likelihoods.GaussianLikelihood) and not is_own:
         value = likelihood.noise
         added = value.reshape(*value.shape[:-1], *(1 for _ in range(-f.point_dim)))
     else:
         given = () if inputs is None else (inputs,)
-        added = likelihood._shaped_noise_covar(mean.shape, *given).diagonal(dim1=-1, dim2=-2)
+        further = {name: value for name, value in {"noise": noise, "tasks": tasks}.items() if value is not None}
+        added = likelihood._shaped_noise_covar(mean.shape, *given, **further).diagonal(dim1=-1, dim2=-2)
     variance = (f.variance + added.detach()).expand(mean.shape)
     if f.covariance is None:
         return f._replace(variance=variance)

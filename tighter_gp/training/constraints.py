@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,8 +14,8 @@ from gpytorch.utils.transforms import inv_sigmoid, inv_softplus
 from torch import Tensor
 from torch.nn import Module
 
-# How far inside its bounds a parameter starts that lies on one of them, as a share of the bound or at the least.
-_SHARE, _LEAST = 1e-3, 1e-9
+# How far inside its bounds a parameter starts that lies on one of them, as a share of their distance, or of the only one.
+_SHARE, _LEAST = 1e-3, 1e-6
 
 
 @contextmanager
@@ -22,8 +23,8 @@ def enforced_constraints(*modules: Module) -> Iterator[None]:
     r"""Train the parameters of ``GreaterThan(1e-4, transform=None)`` and the like through GPyTorch's usual transform.
 
     Such a parameter is the value itself, left to an optimizer that knows its bounds. Adam and L-BFGS without bounds do not,
-    and a step that suits :math:`\log(1 + e^a)` is far too long for a noise variance. Within the block the constraint
-    is enforced. States of the modules, saved or loaded within it, are those of the values all the same.
+    and a step that suits :math:`\log(1 + e^a)` is far too long for a noise variance. Within the block each of them has a
+    constraint of its own that is enforced. States of the modules, saved or loaded within it, are those of the values.
     """
     found = {
         id(parameter): (owner, name, parameter, constraint)
@@ -33,8 +34,6 @@ def enforced_constraints(*modules: Module) -> Iterator[None]:
         if parameter.requires_grad and (constraint := _stated(owner, name)) is not None
     }
     with ExitStack() as stack:
-        for constraint in {id(entry[-1]): entry[-1] for entry in found.values()}.values():
-            stack.enter_context(_transformed(constraint))
         for owner, name, parameter, constraint in found.values():
             stack.enter_context(_raw(owner, name, parameter, constraint))
         yield
@@ -49,22 +48,27 @@ def _stated(owner: Any, name: str) -> Interval | None:
     return constraint if is_bounded else None
 
 
-@contextmanager
-def _transformed(constraint: Any) -> Iterator[None]:
+def _enforced(constraint: Any) -> Any:
+    """The same bounds with a transform; others may share the constraint itself."""
+    constraint = copy.deepcopy(constraint)
     is_one_sided = isinstance(constraint, (GreaterThan, LessThan))
     forms = (torch.nn.functional.softplus, inv_softplus) if is_one_sided else (torch.sigmoid, inv_sigmoid)
     constraint._transform, constraint._inv_transform = forms
-    try:
-        yield
-    finally:
-        constraint._transform = constraint._inv_transform = None
+    return constraint
+
+
+def _set_constraint(owner: Any, name: str, constraint: Interval) -> None:
+    setattr(owner, f"{name}_constraint", constraint)
+    owner._constraints[f"{name}_constraint"] = constraint
 
 
 @contextmanager
-def _raw(owner: Module, name: str, parameter: Tensor, constraint: Interval) -> Iterator[None]:
+def _raw(owner: Module, name: str, parameter: Tensor, stated: Interval) -> Iterator[None]:
     """A parameter before its transform, in whose state the value stands."""
+    constraint = _enforced(stated)
     with torch.no_grad():
-        parameter.copy_(_inverse(constraint, parameter))
+        parameter.copy_(_inverse(constraint, parameter, _SHARE))
+    _set_constraint(owner, name, constraint)
     hooks = [
         owner.register_state_dict_post_hook(partial(_save_value, name=name, constraint=constraint)),
         owner.register_load_state_dict_pre_hook(partial(_load_value, name=name, constraint=constraint)),
@@ -74,15 +78,24 @@ def _raw(owner: Module, name: str, parameter: Tensor, constraint: Interval) -> I
     finally:
         for hook in hooks:
             hook.remove()
+        _set_constraint(owner, name, stated)
         with torch.no_grad():
             parameter.copy_(constraint.transform(parameter))
 
 
-def _inverse(constraint: Any, value: Tensor) -> Tensor:
-    """What is transformed to a value, or to the nearest one inside the bounds."""
+def _inverse(constraint: Any, value: Tensor, share: float) -> Tensor:
+    """What is transformed to a value, or inside the bounds to one near it if it does not lie between them.
+
+    :param share: How near, in units of the bounds' distance; the next number for 0.
+    """
     lower, upper = (bound.to(value) for bound in (constraint.lower_bound, constraint.upper_bound))
-    inside = [_SHARE * bound.abs().nan_to_num(posinf=0.0).clamp_min(_LEAST / _SHARE) for bound in (lower, upper)]
-    return constraint.inverse_transform(torch.minimum(torch.maximum(value, lower + inside[0]), upper - inside[1]))
+    width = upper - lower
+    width = torch.where(torch.isfinite(width), width, torch.minimum(lower.abs(), upper.abs()).clamp_min(_LEAST))
+    lowest = torch.maximum(lower + share * width, torch.nextafter(lower, upper))
+    highest = torch.minimum(upper - share * width, torch.nextafter(upper, lower))
+    return constraint.inverse_transform(
+        torch.where(value <= lower, lowest, torch.where(value >= upper, highest, value))
+    )
 
 
 def _save_value(module: Module, state: Any, prefix: str, metadata: Any, *, name: str, constraint: Interval) -> None:
@@ -91,5 +104,4 @@ def _save_value(module: Module, state: Any, prefix: str, metadata: Any, *, name:
 
 def _load_value(module: Module, state: Any, prefix: str, *unused: Any, name: str, constraint: Interval) -> None:
     if prefix + name in state:
-        value = state[prefix + name]
-        state[prefix + name] = _inverse(constraint, value.to(constraint.lower_bound))
+        state[prefix + name] = _inverse(constraint, state[prefix + name].to(constraint.lower_bound), share=0.0)
