@@ -58,8 +58,7 @@ def draw_all(results: Sequence[Result], folder: Path) -> list[Path]:
                 }
                 dataset = _traced(own)
                 if dataset is not None:
-                    traced = [result for result in own if result["dataset"] == dataset and result.get("trace")]
-                    figures[f"traces_{dataset}"] = _traces(traced)
+                    figures[f"traces_{dataset}"] = _traces(_with_trace(own, dataset))
             for name, figure in figures.items():
                 drawn += _save(figure, folder / f"{experiment}_{name}")
     return drawn
@@ -146,6 +145,13 @@ def _axis(metric: Metric) -> str:
 def _traced(results: Sequence[Result]) -> str | None:
     datasets = [result["dataset"] for result in results if result.get("trace")]
     return "kin40k" if "kin40k" in datasets else datasets[0] if datasets else None
+
+
+def _with_trace(results: Sequence[Result], dataset: str) -> list[Result]:
+    """Runs of a data set that have a trace, but for those of which little was noted beside the others."""
+    found = [result for result in results if result["dataset"] == dataset and result.get("trace")]
+    most = max(len(result["trace"]) for result in found)
+    return [result for result in found if 3 * len(result["trace"]) >= most]
 
 
 def _traces(results: Sequence[Result]) -> Figure:

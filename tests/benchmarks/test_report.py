@@ -89,6 +89,18 @@ def test_a_later_result_of_the_same_run_replaces_the_earlier(tmp_path):
     assert [one["bound"] for one in report.load([tmp_path])] == [-0.9]
 
 
+def test_runs_that_noted_little_beside_others_are_not_drawn():
+    from benchmarks import figures
+
+    long, short, none = (
+        {**one, "trace": count * one["trace"]} for one, count in zip(results(), (6, 2, 0), strict=False)
+    )
+    short["trace"].pop()
+    other = {**long, "dataset": "protein"}
+    assert figures._with_trace([long, short, none, other], "kin40k") == [long]
+    assert figures._with_trace([short, none], "kin40k") == [short]
+
+
 def test_results_with_other_settings_have_rows_and_panels_of_their_own():
     from benchmarks import figures
 
