@@ -123,7 +123,7 @@ def train_gp(
     history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     values = models.regression_bounds(model, likelihood, data)
     return {
-        "bound": values["bound_tighter" if models.METHODS[method].tighter else "bound_base"],
+        "bound": values[models.METHODS[method].bound],
         **values,
         **models.regression_scores(model, likelihood, data),
         "noise": likelihood.noise.item(),

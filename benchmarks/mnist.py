@@ -115,7 +115,7 @@ def train(
     test_scores = scores(model, likelihood, data)
     values = bounds(method, model, likelihood, data, start)
     result = {
-        "bound": values["bound_tighter" if tighter else "bound_base"],
+        "bound": values[models.METHODS[method].bound],
         **values,
         **test_scores,
         "outputscale": model.covar_module.outputscale.item(),

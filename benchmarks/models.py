@@ -44,6 +44,11 @@ class Method(NamedTuple):
     orthogonal: bool
     tighter: bool
 
+    @property
+    def bound(self) -> str:
+        """The bound that it is trained with, by its name in result lines."""
+        return "bound_tighter" if self.tighter else "bound_base"
+
 
 METHODS = {
     "svgp": Method("SVGP", False, False),

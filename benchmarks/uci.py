@@ -91,7 +91,7 @@ def train(
 ) -> dict[str, Any]:
     """Train one method and evaluate it."""
     method, config = run["method"], run["config"]
-    bound = "bound_tighter" if models.METHODS[method].tighter else "bound_base"
+    bound = models.METHODS[method].bound
     model, likelihood = models.make_regression(method, start)
     trace = Trace(partial(measure, data, bound), at_epochs(config["epochs"], traces))
     history = models.train(run, model, likelihood, data, trace, checkpoint, resume)

@@ -28,7 +28,7 @@ __all__ = [
     "signed",
 ]
 
-# How many values of an array its fingerprint looks at.
+# How many points a look at the data takes.
 _SAMPLE = 4096
 
 
@@ -117,10 +117,13 @@ class Rows:
 
     def fingerprint(self) -> bytes:
         """A hash of the shape and of a sample of the values, the same for the same data on any machine."""
-        stride = max(1, len(self) // _SAMPLE)
-        sample = self.on_host(torch.arange(0, len(self), stride, device="cpu")).detach().cpu().double()
         shape = str(tuple(self.shape)).encode()
-        return hashlib.sha256(shape + sample.contiguous().numpy().tobytes()).digest()
+        return hashlib.sha256(shape + self.sample().contiguous().numpy().tobytes()).digest()
+
+    def sample(self) -> Tensor:
+        """Some thousand of the points, evenly spaced, in float64 on the host."""
+        stride = max(1, len(self) // _SAMPLE)
+        return self.on_host(torch.arange(0, len(self), stride, device="cpu")).detach().cpu().double()
 
 
 def input_rows(x: Tensor | np.ndarray, like: Tensor, name: str = "x") -> Rows:
@@ -263,32 +266,35 @@ def row_dim(shape: torch.Size | tuple[int, ...], num_data: int, is_batch: bool =
     return next((dim for dim in candidates if 0 <= dim < count and shape[dim] == num_data), None)
 
 
-def first_parameter(*modules: torch.nn.Module) -> Tensor:
-    """A floating point parameter whose dtype and device are those of a model.
+def first_parameter(model: torch.nn.Module, *likelihood: torch.nn.Module) -> Tensor:
+    """A floating point parameter whose dtype and device are those of a model, or else of its likelihood.
 
     Example:
         >>> tighter_gp.data.first_parameter(model, likelihood).device
         device(type='cpu')
     """
-    if len(modules) == 2:
-        check_modules(*modules)
-    for module in modules:
+    for module in _with_likelihood(model, *likelihood):
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 return parameter
     raise ValueError("The model has no parameters to train.")
 
 
-def reference(*modules: torch.nn.Module) -> Tensor:
+def _with_likelihood(model: torch.nn.Module, *likelihood: torch.nn.Module) -> list[torch.nn.Module]:
+    """Both, if both are what they should be."""
+    for second in likelihood:
+        check_modules(model, second)
+    return [model, *likelihood]
+
+
+def reference(model: torch.nn.Module, *likelihood: torch.nn.Module) -> Tensor:
     """A floating point parameter or buffer whose dtype and device inputs should have; of the default kind if there is none.
 
     Example:
         >>> tighter_gp.data.reference(model, likelihood).device
         device(type='cpu')
     """
-    if len(modules) == 2:
-        check_modules(*modules)
-    for module in modules:
+    for module in _with_likelihood(model, *likelihood):
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if tensor.is_floating_point():
                 return tensor

@@ -24,8 +24,8 @@ from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
 
-# How far from 1 the standard deviation of targets may be, and how many of them are looked at.
-_SPREAD, _LOOKED_AT = 10.0, 4096
+# How far from 1 the standard deviation of targets may be.
+_SPREAD = 10.0
 
 
 def is_collapsed(model: Any) -> bool:
@@ -106,8 +106,7 @@ def make_source(
 
 def _check_spread(targets: Rows) -> None:
     """Say if the step sizes of training do not suit the targets, by a look at some of them."""
-    rows = torch.arange(0, len(targets), max(1, len(targets) // _LOOKED_AT), device="cpu")
-    values = targets.on_host(rows).detach().cpu().double()
+    values = targets.sample()
     seen = torch.where(torch.isfinite(values), values, torch.nan)
     spread = (seen - seen.nanmean(targets.dim, keepdim=True)).square().nanmean(targets.dim).sqrt().flatten()
     spread = spread[spread > 0]  # neither constant nor missing
