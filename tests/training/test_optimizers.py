@@ -13,6 +13,7 @@ from gpytorch.variational import (
     TrilNaturalVariationalDistribution,
 )
 from linear_operator.utils.errors import NotPSDError
+from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tests.training.problems import M, N, collapsed, data, gplvm, per_point, problem, state
@@ -290,3 +291,11 @@ def test_adam_on_a_collapsed_model_uses_all_but_the_size_of_batches(caplog):
     assert "is not used" not in caplog.text
     fit(*collapsed(), steps=1, optimizer="adam", batch_size=7)
     assert "batch_size= is for Adam on mini-batches, and is not used here" in caplog.text
+
+
+def test_a_size_of_batches_beside_a_data_loader_is_said(caplog):
+    loader = DataLoader(TensorDataset(*data()), batch_size=16)
+    fit(*problem(), loader, steps=1, lr=0.1, schedule="linear")
+    assert "is not used" not in caplog.text
+    fit(*problem(), loader, steps=1, batch_size=7)
+    assert "batch_size= is for arrays, where a DataLoader has its own, and is not used here" in caplog.text

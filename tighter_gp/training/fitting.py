@@ -198,8 +198,9 @@ def fit(
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
     if optimizer == "lbfgs":
         refuse_natural(model, natural_gradients)
-    _say_what_is_unused(optimizer, collapsed, lr=lr, schedule=schedule, batch_size=batch_size)
-    if collapsed or hasattr(x, "dataset"):
+    is_loader = hasattr(x, "dataset")
+    _say_what_is_unused(optimizer, collapsed, is_loader, lr=lr, schedule=schedule, batch_size=batch_size)
+    if collapsed or is_loader:
         # Neither has a place for them.
         owner = f"A {type(model if collapsed else x).__name__}"
         check_arguments(kwargs, likelihood, function=fit, allowed=(), owner=owner)
@@ -259,14 +260,18 @@ def fit(
         return train(problem, source, guard, plan, Progress(progress, steps))
 
 
-def _say_what_is_unused(optimizer: str, is_collapsed: bool, **arguments: Any) -> None:
-    """A step size of L-BFGS, and a size of batches where each step takes all data."""
+def _say_what_is_unused(optimizer: str, is_collapsed: bool, is_loader: bool, **arguments: Any) -> None:
+    """A step size of L-BFGS, and a size of batches where each step takes all data or batches come as they are."""
     for name, value in arguments.items():
-        is_used = optimizer == "adam" and not (is_collapsed and name == "batch_size")
-        if not is_used and value not in _DEFAULTS[name]:
-            log.warning(
-                "%s= is for Adam%s, and is not used here", name, " on mini-batches" if name == "batch_size" else ""
-            )
+        if value in _DEFAULTS[name]:
+            continue
+        if optimizer == "lbfgs" or (is_collapsed and name == "batch_size"):
+            use = "Adam on mini-batches" if name == "batch_size" else "Adam"
+        elif is_loader and name == "batch_size":
+            use = "arrays, where a DataLoader has its own"
+        else:
+            continue
+        log.warning("%s= is for %s, and is not used here", name, use)
 
 
 def _say_what_stays(model: Any, likelihood: Likelihood, kwargs: dict[str, Any]) -> None:
