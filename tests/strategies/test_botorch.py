@@ -168,20 +168,6 @@ def problem_model(strategy, **kwargs):
     return p, model
 
 
-@pytest.mark.parametrize("batch", [(), (3,)])
-def test_fantasies_are_those_of_the_standard_strategy(batch):
-    inputs, targets, test = 3 * torch.rand(*batch, 2, 2), torch.randn(*batch, 2), 3 * torch.rand(6, 2)
-    predictions = []
-    for strategy in (TIGHTER, VariationalStrategy):
-        _, model = problem_model(strategy)
-        fantasy = model.eval().get_fantasy_model(inputs, targets)
-        prediction = fantasy.eval()(test.expand(*batch, 6, 2))
-        predictions.append((prediction.mean, prediction.variance))
-    for left, right in zip(*predictions, strict=True):
-        assert left.shape == (*batch, 6)
-        torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-10)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Other objectives
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from linear_operator.utils.errors import NotPSDError
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import make_noise
-from tests.tools.solve_gp import DISTRIBUTIONS, MU, MV, Joint, joint_svgp, make_solve_gp, random_parts
+from tests.tools.solve_gp import DISTRIBUTIONS, MU, MV, Joint, make_solve_gp, random_parts
 from tighter_gp import SolveGPVariationalStrategy, TighterELBO
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,23 +72,6 @@ def test_one_dimensional_points_get_a_column():
     )
     assert strategy.inducing_points.shape == (4, 1)
     assert strategy.orthogonal_points.shape == (3, 1)
-
-
-def test_fantasies_are_those_of_svgp_on_the_union():
-    j = Joint(31)
-    ours = make_solve_gp(j.z, j.o, j.kernel, jitter_val=1e-6)
-    tighter_gp.set_optimal_q(ours, make_noise(0.1), j.p.x, j.p.y)
-    q_u, q_v = ours.variational_strategy.whitened_parts()
-    theirs = joint_svgp(j.z, j.o, j.kernel, (q_u.mean, q_u.root), (q_v.mean, q_v.root), 1e-6)
-    new_x, new_y = j.p.x[:4] + 0.1, j.p.y[:4]
-    predictions = []
-    for model in (ours, theirs):
-        model.likelihood = make_noise(0.1)
-        torch.manual_seed(0)
-        fantasy = model.eval().get_fantasy_model(new_x, new_y)
-        assert not any(inputs.requires_grad for inputs in fantasy.train_inputs)
-        predictions.append(fantasy(j.p.x).mean)
-    torch.testing.assert_close(*predictions)
 
 
 @pytest.mark.parametrize("kinds", [(0, 1), (1, 0), (0, 2), (0, 3)])

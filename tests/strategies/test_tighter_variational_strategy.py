@@ -323,12 +323,12 @@ def test_fantasies_follow_a_changed_parameter(training):
     change_outputscale(model)
     change_q(model)
     second = model.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean
-    stock = gp(strategy=VariationalStrategy, jitter_val=1e-4)
-    change_outputscale(stock)
-    change_q(stock)
-    stock.likelihood = make_noise(0.1)
+    fresh = gp(jitter_val=1e-4)
+    change_outputscale(fresh)
+    change_q(fresh)
+    fresh.likelihood = make_noise(0.1)
     assert (first - second).abs().max() > 1e-2
-    torch.testing.assert_close(second, stock.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean)
+    torch.testing.assert_close(second, fresh.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------------

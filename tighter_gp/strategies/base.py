@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
+from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import TriangularLinearOperator
@@ -31,6 +32,7 @@ from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
 from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened, whiten
+from .fantasies import FantasyGP, make_fantasy_gp
 from .paths import register_paths
 
 
@@ -304,9 +306,27 @@ class TighterStrategy(VariationalStrategy):
         self._clear_cache()  # GPyTorch keeps those of the parameters it saw first
         return super().pseudo_points
 
-    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def amortized_exact_gp(self, mean_module: Any = None, covar_module: Any = None) -> FantasyGP:
+        """An exact GP with the same q(f), at the parameters of the moment."""
         self._check_pseudo_points(NotImplementedError)
-        return super().get_fantasy_model(inputs, targets, *args, **kwargs)
+        likelihood = getattr(self.model, "likelihood", None)
+        if not isinstance(likelihood, GaussianLikelihood):
+            got = "none" if likelihood is None else type(likelihood).__name__
+            raise NotImplementedError(f"Fantasy models need a GaussianLikelihood as model.likelihood; got {got}.")
+        modules = {"mean_module": mean_module, "covar_module": covar_module}
+        for name, module in modules.items():
+            modules[name] = getattr(self.model, name, None) if module is None else module
+            if modules[name] is None:
+                raise ModuleNotFoundError(f"A fantasy model needs the model's {name}: pass {name}=, or name it so.")
+        self._initialize(self.inducing_points)
+        is_same_prior = mean_module is None and covar_module is None
+        return make_fantasy_gp(self, likelihood=likelihood, is_same_prior=is_same_prior, **modules)
+
+    def get_fantasy_model(
+        self, inputs: Tensor, targets: Tensor, mean_module: Any = None, covar_module: Any = None, **kwargs: Any
+    ) -> FantasyGP:
+        """As in GPyTorch, an exact GP that knows what q(u) knows, and the new observations."""
+        return self.amortized_exact_gp(mean_module, covar_module).get_fantasy_model(inputs, targets, **kwargs)
 
     def _check_pseudo_points(self, kind: type[Exception]) -> None:
         for distribution in self.distributions:

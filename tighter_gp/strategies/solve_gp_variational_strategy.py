@@ -175,11 +175,6 @@ class SolveGPVariationalStrategy(TighterStrategy):
         self._check_pseudo_points(AttributeError)
         return self._joined().pseudo_points
 
-    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As in GPyTorch, an exact GP on pseudo-data and the new points: pseudo-data at both sets of points."""
-        self._check_pseudo_points(NotImplementedError)
-        return self._joined().get_fantasy_model(inputs, targets, *args, **kwargs)
-
 
 class _JointNormal(MultivariateNormal):
     """Independent blocks as one Gaussian; some of them may be point masses."""

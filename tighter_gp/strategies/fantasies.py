@@ -1,0 +1,127 @@
+r"""Fantasies: an exact GP that knows what q(u) knows, to be conditioned on new observations.
+
+Rows of its data stand for q(u): at :math:`Z`, with :math:`C = L (I - S)^{-1} L^\top` in place of a covariance with noise, and
+targets :math:`\mu + L (I - S)^{-1} m` for :math:`q(w) = \mathcal N(m, S)`. Conditioned on them, the prior is q(f).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy
+from gpytorch.settings import skip_posterior_variances
+from gpytorch.variational._variational_strategy import _BaseExactGP
+from linear_operator import LinearOperator, to_dense, to_linear_operator
+from linear_operator.operators import CholLinearOperator, TriangularLinearOperator
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+
+# Least part of the prior's variance that rows tell, in units of rounding: as good as none, and still invertible.
+_LEAST = 1e3
+
+
+class FantasyStrategy(DefaultPredictionStrategy):
+    """Predictions where the covariance of the first rows is given, and no noise is added to it.
+
+    GPyTorch's takes the noise of the likelihood for all rows once there are new ones.
+    """
+
+    known: Tensor
+    lik_train_train_covar: LinearOperator
+
+    def with_known(self, known: Tensor) -> FantasyStrategy:
+        """Set the covariance of the first rows, ``... x M x M``."""
+        covar = to_dense(self.lik_train_train_covar).clone()
+        covar[..., : known.size(-1), : known.size(-1)] = known
+        self.known, self._chol = known, psd_safe_cholesky(covar)
+        self.lik_train_train_covar = CholLinearOperator(TriangularLinearOperator(self._chol))
+        offset = self.train_labels - self.train_prior_dist.mean
+        self._weights = self.lik_train_train_covar.solve(offset.unsqueeze(-1)).squeeze(-1)
+        return self
+
+    @property
+    def mean_cache(self) -> Tensor:
+        return self._weights
+
+    def exact_predictive_covar(
+        self, test_test_covar: Tensor | LinearOperator, test_train_covar: Tensor | LinearOperator
+    ) -> LinearOperator:
+        if skip_posterior_variances.on():
+            return super().exact_predictive_covar(test_test_covar, test_train_covar)
+        half = torch.linalg.solve_triangular(self._chol, to_dense(test_train_covar).mT, upper=False)
+        return to_linear_operator(to_dense(test_test_covar) - half.mT @ half)
+
+    def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> FantasyStrategy:
+        return super().get_fantasy_strategy(*args, **kwargs).with_known(self.known)
+
+
+class FantasyGP(_BaseExactGP):
+    """An exact GP whose first rows stand for q(u).
+
+    :param points: :math:`Z`, ``... x M x D``.
+    :param targets: ``... x M``.
+    :param known: :math:`C`, ``... x M x M``.
+    """
+
+    prediction_strategy: DefaultPredictionStrategy | None
+
+    def __init__(
+        self, points: Tensor, targets: Tensor, known: Tensor, mean_module: Any, covar_module: Any, likelihood: Any
+    ) -> None:
+        super().__init__(points, targets, likelihood, mean_module, covar_module)
+        self.register_buffer("known", known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training and self.prediction_strategy is None and self.train_inputs:
+            inputs = list(self.train_inputs)
+            made = FantasyStrategy(inputs, self.forward(*inputs), self.train_targets, self.likelihood)
+            self.prediction_strategy = made.with_known(self.known)
+        return super().__call__(*args, **kwargs)
+
+
+@torch.no_grad()
+def make_fantasy_gp(
+    strategy: Any, mean_module: Any, covar_module: Any, likelihood: Any, *, is_same_prior: bool
+) -> FantasyGP:
+    """The exact GP with the q(f) of a strategy, ready for new observations.
+
+    :param is_same_prior: Whether mean and kernel have to be those of the model; otherwise q(u) is told to another prior.
+    """
+    points, q = strategy.all_points().detach(), strategy.whitened()
+    prior, chol = strategy.projector(torch.float64).factorized(points)
+    values, vectors = torch.linalg.eigh((q.root @ q.root.mT).to(chol.dtype))
+    told = 1 - values
+    if bool((told < -1e-3).any()):
+        warnings.warn(
+            "q(u) is wider than the prior in some directions, as before training; the fantasy model has the prior's variance "
+            "there.",
+            NumericalWarning,
+            stacklevel=3,
+        )
+    told = told.clamp_min(_LEAST * torch.finfo(points.dtype).eps)
+    root = chol @ vectors
+    known = (root / told.unsqueeze(-2)) @ root.mT
+    shift = (root @ ((vectors.mT @ q.mean.to(chol.dtype).unsqueeze(-1)) / told.unsqueeze(-1))).squeeze(-1)
+    points = points.expand(*known.shape[:-2], *points.shape[-2:])
+    mean_module, covar_module, likelihood = map(copy.deepcopy, (mean_module, covar_module, likelihood))
+    mean, covar = mean_module(points), to_dense(covar_module(points))
+    scale = float(prior.data_variance.amax())
+    is_same = _close(mean, prior.mean, scale**0.5) and _close(covar, prior.inducing_covar, scale)
+    if is_same_prior and not is_same:
+        raise NotImplementedError(
+            "Fantasies need a forward that returns MultivariateNormal(mean_module(x), covar_module(x)), with nothing done to x "
+            "before."
+        )
+    if not is_same:
+        known = known + (covar - prior.inducing_covar)
+    gp = FantasyGP(points, mean + shift.to(mean.dtype), known.to(mean.dtype), mean_module, covar_module, likelihood)
+    gp.eval()(points[..., :1, :])  # makes what new observations are added to
+    return gp
+
+
+def _close(found: Tensor, wanted: Tensor, scale: float) -> bool:
+    return torch.allclose(found.to(wanted.dtype), wanted, rtol=1e-4, atol=1e-4 * scale)
