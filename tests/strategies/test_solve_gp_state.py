@@ -74,6 +74,16 @@ def test_one_dimensional_points_get_a_column():
     assert strategy.orthogonal_points.shape == (3, 1)
 
 
+def test_a_kept_q_of_f_stays_what_it_was():
+    j, (q_u, q_v) = Joint(33), random_parts(33)
+    model = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v).eval()
+    kept, expected = model(j.p.x), model(j.p.x).covariance_matrix
+    for distribution in model.variational_strategy.distributions:
+        distribution.chol_variational_covar.data.mul_(0.5)
+    assert (model(j.p.x).covariance_matrix - expected).abs().max() > 1e-2
+    torch.testing.assert_close(kept.covariance_matrix, expected)
+
+
 @pytest.mark.parametrize("kinds", [(0, 1), (1, 0), (0, 2), (0, 3)])
 def test_fantasies_without_a_cholesky_distribution_are_refused(kinds):
     j = Joint(32)

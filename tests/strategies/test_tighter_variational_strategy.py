@@ -331,6 +331,29 @@ def test_fantasies_follow_a_changed_parameter(training):
     torch.testing.assert_close(second, fresh.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean)
 
 
+@FORMS
+@pytest.mark.parametrize("change", [change_q, change_inducing_points, change_jitter])
+def test_a_kept_q_of_f_stays_what_it_was(form, change):
+    model = gp(form).eval()
+    expected = prediction(model)
+    with torch.no_grad():
+        kept = model(X_TEST)
+    change(model)
+    assert (model(X_TEST).covariance_matrix - expected[2]).abs().max() > 1e-4 or form == "delta"
+    assert_equal((kept.mean, kept.variance, kept.covariance_matrix), expected)
+
+
+@pytest.mark.parametrize("change", [change_outputscale, change_lengthscale])
+def test_a_covariance_of_other_hyperparameters_is_refused(change):
+    model = gp().eval()
+    kept, asked = model(X_TEST), model(X_TEST)
+    before = asked.covariance_matrix
+    change(model)
+    torch.testing.assert_close(asked.covariance_matrix, before)
+    with pytest.raises(RuntimeError, match="hyperparameters of the model have changed since this q"):
+        _ = kept.covariance_matrix
+
+
 # -- parameters ---------------------------------------------------------------------------------------------------------
 
 

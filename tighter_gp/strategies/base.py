@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
+from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import TriangularLinearOperator
 from torch import Tensor
@@ -123,8 +124,13 @@ class TighterStrategy(VariationalStrategy):
         return q
 
     def whitened(self) -> Whitened:
-        """q(w) as tensors."""
-        (q,) = self.whitened_parts()
+        """q(w) of all whitened variables together, as tensors."""
+        return self.joined(*self.whitened_parts())
+
+    @staticmethod
+    def joined(*parts: Whitened) -> Whitened:
+        """Independent factors as one q(w)."""
+        (q,) = parts
         return q
 
     def kl_divergence(self) -> Tensor:
@@ -255,7 +261,7 @@ class TighterStrategy(VariationalStrategy):
         mean, explained, residual = (
             tensor if tensor.shape == shape else tensor.expand(shape) for tensor in (mean, explained, residual)
         )
-        return MultivariateNormal(mean, self._carrier(projector, prior, explained, residual, index))
+        return MultivariateNormal(mean, self._carrier(projector, prior, parts, explained, residual, index))
 
     def _project(self, x: Tensor, **kwargs: Any) -> tuple[tuple[Projector, PriorBlocks, Tensor], Tensor]:
         """The prior at ``x`` in blocks, and A without a graph."""
@@ -267,7 +273,13 @@ class TighterStrategy(VariationalStrategy):
         return (projector, prior, chol), matrix
 
     def _carrier(
-        self, projector: Projector, prior: PriorBlocks, explained: Tensor, residual: Tensor, index: Tensor | None
+        self,
+        projector: Projector,
+        prior: PriorBlocks,
+        parts: list[Whitened],
+        explained: Tensor,
+        residual: Tensor,
+        index: Tensor | None,
     ) -> Carrier:
         conditional, scale = self.conditional, None
         if self.training and conditional.is_learned:
@@ -280,8 +292,17 @@ class TighterStrategy(VariationalStrategy):
             within = lambda sets: projector.residual_within(prior, matrix, sets)
             blocks = conditional.residual_blocks(residual, within, index=index)
 
+        # What the kernel is evaluated with when somebody asks.
+        jitter = self.jitter_val
+        known = None if self.training else [parameter.detach().clone() for parameter in self._hyperparameters()]
+
         def dense() -> Tensor:
             check_device(residual, self.inducing_points.device, "This q(f) was made")
+            if known is not None and not all(map(same_values, known, self._hyperparameters())):
+                raise RuntimeError(
+                    "The hyperparameters of the model have changed since this q(f) was made, and its covariance is computed when "
+                    "it is asked for: call the model again, or ask before you change them."
+                )
             matrix = projector.project(prior)
             dtype = matrix.dtype
             covar = projector.data_covariance(prior) - matrix.mT @ matrix
@@ -289,13 +310,20 @@ class TighterStrategy(VariationalStrategy):
                 # Positive semi-definite, with the right diagonal; exactly C = mD where m is one scalar.
                 width = scale.sqrt().to(dtype)
                 covar = width.unsqueeze(-1) * covar * width.unsqueeze(-2)
-            root = explained_root(matrix, self.whitened().to(dtype))
+            root = explained_root(matrix, self.joined(*parts).to(dtype))
             covar = covar if root is None else covar + root.mT @ root
-            covar = covar + self.jitter_val * torch.eye(covar.size(-1), dtype=dtype, device=covar.device)
+            covar = covar + jitter * torch.eye(covar.size(-1), dtype=dtype, device=covar.device)
             return covar.to(residual.dtype)
 
         variance = explained + (residual if scale is None else scale * residual)
         return Carrier(variance, dense, explained, residual, self, index, blocks)
+
+    def _hyperparameters(self) -> Iterator[Tensor]:
+        """The parameters of the prior."""
+        yield from self.model.parameters(recurse=False)
+        for child in self.model.children():
+            if not isinstance(child, _VariationalStrategy):
+                yield from child.parameters()
 
     # -- pseudo-data, for fantasies ---------------------------------------------------------------------------------------
 

@@ -111,9 +111,9 @@ class SolveGPVariationalStrategy(TighterStrategy):
         """q(u) and q(v)."""
         return self._variational_distribution, self._orthogonal_distribution
 
-    def whitened(self) -> Whitened:
-        """q(w) of the stacked whitened variables, as tensors."""
-        return join_whitened(*self.whitened_parts())
+    @staticmethod
+    def joined(*parts: Whitened) -> Whitened:
+        return join_whitened(*parts)
 
     @property
     def variational_distribution(self) -> Distribution:
