@@ -48,6 +48,7 @@ def test_noise_is_for_gaussian_likelihoods():
     with pytest.raises(TypeError, match=r"unknown argument 'noise'.* PoissonLikelihood takes per point: nothing"):
         tighter_gp.fit(model, tighter_gp.likelihoods.PoissonLikelihood(), x, y.abs().round(), steps=1, noise=noise)
     assert argument_names(likelihoods.MultitaskGaussianLikelihood(num_tasks=2)) == set()
+    assert argument_names(likelihoods.HadamardGaussianLikelihood(num_tasks=2)) == {"tasks"}
     assert argument_names(likelihoods.FixedNoiseGaussianLikelihood(noise)) == {"noise"}
 
 

@@ -52,7 +52,8 @@ _METHODS = ("forward", "expected_log_prob", "log_marginal", "marginal", "_shaped
 def argument_names(likelihood: Any, objective: Any = None) -> set[str]:
     r"""The per-point arguments that a likelihood and an objective use.
 
-    Gaussian likelihoods take ``noise=``, variances that replace their own. Of classes that are neither GPyTorch's nor
+    Gaussian likelihoods take ``noise=``, variances that replace their own, and
+    :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood` takes ``tasks=``. Of classes that are neither GPyTorch's nor
     ours these are the named arguments of their methods, and the names under which they look into ``**kwargs``. A class
     that hands ``**kwargs`` on to something else says what it takes with an attribute ``argument_names``, a tuple of
     strings.
@@ -134,11 +135,11 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _of_gaussian(likelihood: Any) -> set[str]:
-    """``noise=``, where GPyTorch's own classes look for it."""
-    if isinstance(
-        likelihood, (_MultitaskGaussianLikelihoodBase, getattr(likelihoods, "HadamardGaussianLikelihood", ()))
-    ):
+    """``noise=``, where GPyTorch's own classes look for it, or ``tasks=``, of which it depends."""
+    if isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
         return set()
+    if isinstance(likelihood, getattr(likelihoods, "HadamardGaussianLikelihood", ())):
+        return {"tasks"}
     return {"noise"} if isinstance(likelihood, _GaussianLikelihoodBase) else set()
 
 

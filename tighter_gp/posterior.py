@@ -98,6 +98,11 @@ def exact_gp_projector(model: ExactGP, precision: torch.dtype | None = None) -> 
             "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
             f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
         )
+    if kernel.likelihood is not model.likelihood:
+        raise ValueError(
+            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
+            "the same object."
+        )
     y = model.train_targets
     noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
 

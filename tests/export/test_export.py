@@ -209,6 +209,25 @@ def test_ready_made_model_and_its_mode():
         close(found, wanted, 2e-4)
 
 
+@pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
+@pytest.mark.parametrize("num_inducing", [12, 15])
+def test_where_float32_does_not_do_the_module_is_wide_inside(num_inducing):
+    torch.set_default_dtype(torch.float32)
+    x = torch.rand(300, 1) * 6
+    y, likelihood = torch.sin(2 * x[:, 0]) + 0.05 * torch.randn(300), make_noise(0.0025)
+    z = torch.linspace(0, 6, num_inducing).unsqueeze(-1)
+    kernel = kernels.ScaleKernel(kernels.RBFKernel())
+    kernel.base_kernel.lengthscale = 1.5
+    model = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood)
+    module, f = tighter_gp.export_predictor(model, likelihood), tighter_gp.predict(model, x)
+    found = module(x)
+    assert {value.dtype for value in found} == {torch.float32}
+    assert module.points.dtype == torch.float64
+    torch.testing.assert_close(found[1], f.variance, rtol=0.05, atol=0)
+    torch.testing.assert_close(found[0], f.mean, rtol=0, atol=0.05 * float(f.stddev.min()))
+    assert_exports(module, x[:11], [value[:11] for value in found])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused
 # ---------------------------------------------------------------------------------------------------------------------

@@ -239,6 +239,14 @@ def test_hadamard_noise_is_that_of_the_task():
         tighter_gp.distribution_of_y(likelihood, q_of())
 
 
+@pytest.mark.parametrize("noise", [0.3, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])])
+def test_noise_takes_the_place_of_the_likelihoods_own(noise):
+    y = tighter_gp.distribution_of_y(make_noise(0.9), q_of(), noise=noise)
+    close(y.variance, VARIANCE + np.asarray(noise))
+    with pytest.raises(ValueError, match="one value per point, 5; got"):
+        tighter_gp.distribution_of_y(make_noise(0.9), q_of(), noise=torch.ones(4))
+
+
 def test_noise_that_depends_on_the_inputs():
     class NoiseModel(torch.nn.Module):
         def forward(self, x):
@@ -389,6 +397,91 @@ def test_own_likelihood_without_a_distribution_function_is_sampled():
     draws = MEAN + np.sqrt(VARIANCE) * np.random.default_rng(0).standard_normal((100_000, 5))
     draws = draws + np.random.default_rng(1).gumbel(0, 0.5, draws.shape)
     close(y.quantile(0.8), np.quantile(draws, 0.8, axis=0), rtol=0, atol=0.05)
+    before = torch.get_rng_state()
+    assert torch.equal(y.quantile(0.8), y.quantile(0.8))
+    assert (y.quantile(0.81) >= y.quantile(0.8)).all()
+    assert torch.equal(torch.get_rng_state(), before)
+    other = tighter_gp.distribution_of_y(Gumbel(), q_of(), num_samples=20_000, seed=1)
+    assert not torch.equal(y.quantile(0.8), other.quantile(0.8))
+
+
+OWN = {
+    # p(y | f) by torch, its distribution function by scipy, whether y is a count, error of a probability
+    "falling": (
+        lambda f: torch.distributions.Normal(-3 * f, torch.tensor(0.05)),
+        lambda f, y: stats.norm(-3 * f, 0.05).cdf(y),
+        False,
+        2e-4,
+    ),
+    "not monotone": (
+        lambda f: torch.distributions.Normal(f.square(), torch.tensor(0.05)),
+        lambda f, y: stats.norm(f**2, 0.05).cdf(y),
+        False,
+        4e-3,
+    ),
+    "falling counts": (
+        lambda f: torch.distributions.Poisson(1000 * torch.exp(-f)),
+        lambda f, y: stats.poisson(1000 * np.exp(-f)).cdf(y),
+        True,
+        2e-4,
+    ),
+    "geometric": (
+        lambda f: torch.distributions.Geometric(torch.sigmoid(f)),
+        lambda f, y: stats.geom(special.expit(f), loc=-1).cdf(y),
+        True,
+        2e-4,
+    ),
+    "binomial": (
+        lambda f: torch.distributions.Binomial(20, torch.sigmoid(f)),
+        lambda f, y: stats.binom(20, special.expit(f)).cdf(y),
+        True,
+        2e-4,
+    ),
+    "student-t": (
+        lambda f: torch.distributions.StudentT(torch.full_like(f, 3.0), f, torch.tensor(0.5)),
+        lambda f, y: stats.t(3.0, f, 0.5).cdf(y),
+        False,
+        2e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("p", [0.02, 0.5, 0.9])
+@pytest.mark.parametrize("name", OWN)
+def test_quantiles_of_own_likelihoods(name, p):
+    make, below, is_count, tolerance = OWN[name]
+
+    class Own(likelihoods.likelihood._OneDimensionalLikelihood):
+        def forward(self, function_samples, **kwargs):
+            return make(function_samples)
+
+    grid = GRID[::20]
+    weight = stats.norm.pdf(grid) * (grid[1] - grid[0])
+    quantile = tighter_gp.distribution_of_y(Own(), q_of()).quantile(p).numpy()
+    for mean, variance, value in zip(MEAN, VARIANCE, quantile, strict=True):
+        f = mean + math.sqrt(variance) * grid
+        reached = (weight * below(f, value)).sum()
+        if is_count:
+            assert value == round(value)
+            assert (weight * below(f, value - 1)).sum() - tolerance < p <= reached + tolerance
+        else:
+            assert abs(reached - p) < tolerance
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+def test_density_where_a_link_function_underflows(mean):
+    class Rate(likelihoods.likelihood._OneDimensionalLikelihood):
+        def forward(self, function_samples, **kwargs):
+            return torch.distributions.Exponential(function_samples.exp())
+
+    q = q_of(np.full(3, mean), np.array([4.0, 9.0, 25.0]))
+    targets = np.array([0.3, 1.0, 20.0])
+    found = tighter_gp.log_density(Rate(), q, torch.as_tensor(targets))
+    for variance, y, value in zip((4.0, 9.0, 25.0), targets, found, strict=True):
+        f = mean + math.sqrt(variance) * GRID
+        close(value, special.logsumexp(np.log(WEIGHT) + f - np.exp(f) * y), rtol=1e-7)
+    with pytest.raises(ValueError, match="Expected parameter rate"):
+        torch.distributions.Exponential(torch.tensor(-1.0))  # torch looks at parameters as before
 
 
 def test_own_likelihood_of_two_functions():
@@ -409,7 +502,7 @@ def test_own_likelihood_of_two_functions():
         close(below, 0.9, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["noise", "nosie", "exposre"])
+@pytest.mark.parametrize("name", ["tasks", "nosie", "exposre"])
 def test_unknown_argument_is_an_error_that_names_it(name):
     with pytest.raises(TypeError, match=f"takes no argument {name!r}"):
         tighter_gp.distribution_of_y(make_noise(0.1), q_of(), **{name: torch.ones(5)})

@@ -411,6 +411,17 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, change, steps):
         fit(*problem(), *change(*data()), steps=steps, resume=True, **options)
 
 
+def test_a_checkpoint_with_the_scores_of_other_data_is_refused(tmp_path):
+    x, y = data()
+    options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt"}
+    fit(*problem(), x, y, steps=3, validation=(x[:9], y[:9]), **options)
+    with pytest.raises(ValueError, match="another run: the held-out data have other values"):
+        fit(*problem(), x, y, steps=5, resume=True, validation=(x[:9], y[1:10]), **options)
+    model, likelihood = problem()
+    assert fit(model, likelihood, x, y, steps=4, resume=True, validation=(x[:9], y[:9]), **options).steps == 4
+    assert fit(model, likelihood, x, y, steps=5, resume=True, **options).steps == 5
+
+
 def test_a_resumed_run_says_so(tmp_path, caplog):
     caplog.set_level("INFO", logger="tighter_gp")
     options = {"batch_size": 16, "checkpoint": tmp_path / "run.pt", "resume": True}

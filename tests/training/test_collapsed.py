@@ -53,6 +53,15 @@ def test_data_may_be_left_out_or_must_be_the_models_own(make):
         fit(make()[0], make_noise(0.5), x, y, steps=1)
 
 
+def test_a_kernel_built_with_another_likelihood_is_refused():
+    x, y = data()
+    model, likelihood = collapsed()
+    model.covar_module.likelihood = make_noise(0.5)
+    for call in (fit, tighter_gp.evaluate_bound):
+        with pytest.raises(ValueError, match="built with another likelihood than the model"):
+            call(model, likelihood, x, y)
+
+
 def test_priors_count_as_they_do_for_an_exact_gp():
     losses = []
     for make in (collapsed, chunked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from ..modes import chunks, temporary_mode
 from ..predictions import predict
 from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .plain_modules import PlainKernel, PlainMean, PlainResponse
+
+# How far predictions of a module in a lower precision may be off, relative to the variance of f and its square root.
+_ROUNDING = 0.05
 
 
 class ExportedPredictor(torch.nn.Module):
@@ -39,11 +43,15 @@ class ExportedPredictor(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean and variance of f, mean and variance of y."""
+        dtype = x.dtype
+        if self.points.dtype == torch.float64:
+            x = x.double()  # a module of this precision inside, whatever comes
         projection = self.kernel(x, self.points) @ self.inverse_root  # rows of A, B x M
         mean = self.mean(x) + projection @ self.q_mean
         residual = (self.kernel.variance(x) - projection.square().sum(-1)).clamp_min(0.0)
         variance = (projection @ self.q_root).square().sum(-1) + residual + self.jitter
-        return mean, variance, *self.response(mean, variance)
+        y_mean, y_variance = self.response(mean, variance)
+        return mean.to(dtype), variance.to(dtype), y_mean.to(dtype), y_variance.to(dtype)
 
 
 @torch.no_grad()
@@ -64,7 +72,8 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
         quadratic and linear, scaled, added and multiplied, with ARD and ``active_dims``; means zero, constant and linear,
         as ``covar_module`` and ``mean_module``. Anything else is a TypeError.
     :param likelihood: Gaussian, Student-t, Laplace, Bernoulli (probit or logit) or Poisson.
-    :param dtype: Of the module; default that of the model.
+    :param dtype: Of inputs and outputs; default that of the model. Where float32 would not do, as beside small noise without
+        jitter, the module is in float64 inside.
 
     Example:
         >>> module = tighter_gp.export_predictor(model, likelihood)
@@ -107,7 +116,17 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
                 "The exported module and predict differ: forward of the model must return MultivariateNormal(mean_module(x), "
                 "covar_module(x)), with nothing done to x before."
             )
-    return module.to(dtype or points.dtype)
+    dtype = dtype or points.dtype
+    rounded = copy.deepcopy(module).to(dtype)
+    return rounded if _keeps(rounded(test.to(dtype)), f_mean, f_variance) else module
+
+
+def _keeps(found: tuple[Tensor, ...], mean: Tensor, variance: Tensor) -> bool:
+    """Whether a rounded module predicts the same, by the standard deviations of f."""
+    f_mean, f_variance = (part.double() for part in found[:2])
+    near_mean = (f_mean - mean).abs() <= _ROUNDING * variance.sqrt()
+    near_variance = (f_variance - variance).abs() <= _ROUNDING * variance
+    return bool((near_mean & near_variance).all())
 
 
 def _parts(model: Any) -> tuple[Any, Tensor, float, tuple[Tensor, Tensor, Tensor] | None]:

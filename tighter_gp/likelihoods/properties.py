@@ -52,11 +52,14 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     r"""Noise variance :math:`\sigma_n^2` of each observation, broadcastable to ``batch_shape + event_shape``.
 
     :param likelihood: Any Gaussian likelihood of GPyTorch.
-    :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch.
+    :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch, ``tasks=``
+        the task of each of them for :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`.
     """
     is_own = has_own(likelihood, "_shaped_noise_covar")
     if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         return _fixed_noise(likelihood, event_shape, **kwargs)
+    if isinstance(likelihood, getattr(likelihoods, "HadamardGaussianLikelihood", ())) and not is_own:
+        return _noise_of_tasks(likelihood, event_shape, **kwargs)
     if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
         noise = likelihood.noise
         return noise.reshape(*noise.shape[:-1], *(1 for _ in event_shape))
@@ -78,6 +81,16 @@ def _fixed_noise(likelihood: Any, event_shape: torch.Size, noise: Tensor | None 
             "With mini-batches pass the batch's own, mll(model(x), y, noise=noise[rows])."
         )
     return fixed + likelihood.second_noise
+
+
+def _noise_of_tasks(likelihood: Any, event_shape: torch.Size, tasks: Tensor | None = None, **kwargs: Any) -> Tensor:
+    if tasks is None or tasks.shape != event_shape:
+        came = "none" if tasks is None else f"shape {tuple(tasks.shape)}"
+        raise ValueError(
+            f"{type(likelihood).__name__} needs the task of each point, also if it is a column of the inputs: pass tasks=, "
+            f"integers of shape {tuple(event_shape)}; got {came}."
+        )
+    return likelihood.noise[..., tasks.long()]
 
 
 def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tensor | None:

@@ -88,6 +88,17 @@ def normal_rule(
     return nodes, weights / weights.sum()
 
 
+def mirrored_rule(centre: float, width: float, num_nodes: int, reach: float) -> tuple[Tensor, Tensor]:
+    """:func:`normal_rule` with nodes densest around a place and around its mirror image, twice as many.
+
+    :param centre: The place; parameters as there.
+    """
+    nodes, weights = normal_rule(centre, width, num_nodes, reach)
+    # Two shares that sum to one, each with the rule that is dense on its side, and as smooth as the nodes in between allow.
+    weights = weights * torch.special.ndtr(8 * nodes / math.copysign(max(abs(centre), width), centre))
+    return torch.cat([nodes, -nodes]), torch.cat([weights, weights]) / (2 * weights.sum())
+
+
 def normal_draws(num_draws: int, num_dims: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Nodes and weights for expectations under a standard normal of several dimensions.
 

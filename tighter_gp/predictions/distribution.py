@@ -6,6 +6,7 @@ import copy
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
@@ -17,6 +18,7 @@ from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from ..data import as_tensor
+from ..draws import seeded
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
 from .marginals import (
@@ -206,7 +208,9 @@ class PredictiveDistribution:
         def compute(marginal: Marginal, f: FunctionValues, rows: slice) -> Tensor:
             function = marginal.distribution_function(f, p)
             if function is None:
-                return torch.quantile(self._draw(marginal, f, self._num_samples), p, dim=0)
+                with seeded(self._seed, f.mean.device):
+                    draws = self._draw(marginal, f, self._num_samples)
+                return draws.sort(0).values[math.ceil(p * len(draws)) - 1]
 
             def mixed(y: Tensor) -> tuple[Tensor, Tensor]:
                 value, slope = function(y)
@@ -346,6 +350,8 @@ def check_arguments(likelihood: Any, names: Any) -> None:
         known = ["noise"]
     elif isinstance(likelihood, likelihoods.HadamardGaussianLikelihood):
         known = ["tasks"]
+    elif isinstance(likelihood, likelihoods.GaussianLikelihood):
+        known = ["noise"]
     elif is_gaussian(likelihood) or isinstance(likelihood, dirichlet):
         known = []
     else:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import NormalDist
 from typing import Any
 
@@ -21,16 +22,38 @@ import torch
 from gpytorch import likelihoods
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
-from torch.distributions import Bernoulli, Beta, Categorical, Distribution, Independent, NegativeBinomial, Poisson
+from torch.distributions import (
+    Bernoulli,
+    Beta,
+    Binomial,
+    Categorical,
+    Distribution,
+    Geometric,
+    Independent,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+)
 from torch.special import log_ndtr, ndtr
 
-from ..maths.quadrature import incomplete_beta, log_expectation, log_integral, normal_draws, normal_rule
+from ..maths.quadrature import incomplete_beta, log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
 from .pointwise import FunctionValues, is_gaussian
 
 _LOG_2PI = math.log(2 * math.pi)
 
 # Value and slope of a distribution function.
 DistributionFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def _unchecked_parameters() -> Iterator[None]:
+    """Distributions are made without a look at their parameters."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 class Marginal(ABC):
@@ -53,8 +76,9 @@ class Marginal(ABC):
         self.num_draws, self.seed = num_draws, seed
 
     def conditional(self, f: Tensor) -> Distribution:
-        """p(y | f)."""
-        return self.likelihood.forward(f, **self.arguments)
+        """p(y | f), also where a link function over- or underflows: there densities are zero or NaN."""
+        with _unchecked_parameters():
+            return self.likelihood.forward(f, **self.arguments)
 
     @abstractmethod
     def moments(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
@@ -143,9 +167,9 @@ class OneFunctionMarginal(Marginal):
         return log_expectation(lambda nodes: self.conditional(nodes).log_prob(y), f.mean, f.variance)
 
     def distribution_function(self, f: FunctionValues, p: float) -> DistributionFunction | None:
-        """By quadrature, with nodes around the quantile of f."""
+        """By quadrature, with nodes around the quantile of f, whether y rises or falls with it."""
         centre = NormalDist().inv_cdf(p)
-        conditional, weights = self._mixture(f, normal_rule(centre, width=0.02, num_nodes=121, reach=9))
+        conditional, weights = self._mixture(f, mirrored_rule(centre, width=0.02, num_nodes=121, reach=9))
         cdf = conditional_cdf(conditional)
         if cdf is None:
             return None
@@ -386,6 +410,14 @@ def conditional_cdf(conditional: Distribution) -> Callable[[Tensor], Tensor] | N
     if isinstance(conditional, NegativeBinomial):
         count, probs = conditional.total_count, conditional.probs
         return lambda y: incomplete_beta(count, y + 1, 1 - probs)
+    if isinstance(conditional, Binomial):
+        total, probs = conditional.total_count, conditional.probs
+        return lambda y: torch.where(y < total, incomplete_beta((total - y).clamp_min(1), y + 1, 1 - probs), 1.0)
+    if isinstance(conditional, Geometric):
+        probs = conditional.probs
+        return lambda y: -torch.expm1((y + 1) * torch.log1p(-probs))
+    if isinstance(conditional, StudentT):
+        return lambda y: _student_t_cdf(conditional.df, (y - conditional.loc) / conditional.scale)
     if isinstance(conditional, Beta):
         a, b = conditional.concentration1, conditional.concentration0
         return lambda y: incomplete_beta(a, b, y.clamp(0, 1))
@@ -397,6 +429,11 @@ def conditional_cdf(conditional: Distribution) -> Callable[[Tensor], Tensor] | N
         return torch.where(inside, conditional.cdf(torch.where(inside, y, mean)), (y > mean).to(mean))
 
     return cdf
+
+
+def _student_t_cdf(df: Tensor, t: Tensor) -> Tensor:
+    tail = 0.5 * incomplete_beta(df / 2, torch.full_like(df, 0.5), df / (df + t.square()))
+    return torch.where(t > 0, 1 - tail, tail)
 
 
 def support(conditional: Distribution) -> Any:

@@ -167,7 +167,8 @@ def add_noise(
     :param likelihood: Any Gaussian likelihood.
     :param f: f at the points.
     :param inputs: The points, for noise that depends on them.
-    :param noise: For :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`: variance per point, ``... x N``, or one.
+    :param noise: Variance per point, ``... x N``, or one: needed for
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`, else in place of the likelihood's own.
     :param tasks: For :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`: the task of each point, ``N``.
     """
     mean = f.mean
@@ -178,15 +179,14 @@ def add_noise(
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
                 "point, or one number for all."
             )
-        noise = torch.as_tensor(noise, dtype=mean.dtype, device=mean.device)
-        if noise.dim() and noise.size(-1) != mean.size(-1):
-            raise ValueError(f"noise= must have one value per point, {mean.size(-1)}; got {tuple(noise.shape)}.")
-        added = noise + likelihood.second_noise
+        added = _variances(noise, mean) + likelihood.second_noise
     elif isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
         matrix = likelihood._shaped_noise_covar(torch.Size([*mean.shape[:-2], 1, mean.size(-1)])).to_dense()
         return _add_matrix(f, matrix.detach().unsqueeze(-3), getattr(likelihood, "rank", 0) > 0)
     elif isinstance(likelihood, likelihoods.HadamardGaussianLikelihood) and not is_own:
         added = likelihood.noise[..., _task_of_each_point(likelihood, inputs, tasks, mean)]
+    elif isinstance(likelihood, likelihoods.GaussianLikelihood) and not is_own and noise is not None:
+        added = _variances(noise, mean)
     elif isinstance(likelihood, likelihoods.GaussianLikelihood) and not is_own:
         value = likelihood.noise
         added = value.reshape(*value.shape[:-1], *(1 for _ in range(-f.point_dim)))
@@ -206,6 +206,13 @@ def _add_matrix(f: FunctionValues, matrix: Tensor, is_full: bool) -> FunctionVal
         return f._replace(variance=variance)
     covariance = torch.diag_embed(f.variance) if f.covariance is None else f.covariance
     return f._replace(variance=variance, covariance=covariance + matrix)
+
+
+def _variances(noise: Any, mean: Tensor) -> Tensor:
+    noise = torch.as_tensor(noise, dtype=mean.dtype, device=mean.device)
+    if noise.dim() and noise.size(-1) != mean.size(-1):
+        raise ValueError(f"noise= must have one value per point, {mean.size(-1)}; got {tuple(noise.shape)}.")
+    return noise
 
 
 def _task_of_each_point(likelihood: Any, inputs: Tensor | None, tasks: Any, mean: Tensor) -> Tensor:

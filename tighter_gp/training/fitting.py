@@ -235,9 +235,10 @@ def fit(
         if compile == "auto" and (x is None or not compile_pays(problem, steps, batch)):
             compile = False
         step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile, batch)
+        held_out = None if validation is None else held_out_data(likelihood, validation, like)
         plan = Plan(
             total=steps,
-            validation=None if validation is None else held_out_data(likelihood, validation, like),
+            validation=held_out,
             validate_every=validate_every or source.steps_per_epoch,
             patience=patience,
             checkpoint=checkpoint,
@@ -250,6 +251,7 @@ def fit(
                 "num_data": source.num_data,
                 "batch_size": source.batch_size,
                 "data": fingerprint.hex(),
+                **({} if held_out is None else {"held-out data": held_out.fingerprint().hex()}),
                 **settings,
                 "arguments": sorted(kwargs),
                 "parameters": {name: list(parameter.shape) for name, parameter in problem.parameters.items()},

@@ -16,8 +16,10 @@ from torch import Tensor
 from ..checks import check_device
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_array, first_parameter
+from ..kernels import TighterInducingPointKernel
 from ..labels import check_labels
 from ..mlls import TighterELBO
+from ..posterior import exact_gp_projector
 from .batches import ArrayBatches, BatchSource
 from .loaders import LoaderBatches
 from .validation import check_finite
@@ -144,6 +146,8 @@ def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tupl
     if isinstance(model, CollapsedGP):
         own = {"x": model.train_x, "y": model.train_y}
     else:
+        if isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel):
+            exact_gp_projector(model)  # a kernel that does not belong to the model is refused
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
         own = {"x": model.train_inputs[0], "y": model.train_targets}

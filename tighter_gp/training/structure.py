@@ -59,7 +59,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for name, value in now.items():
         if name in ("parameters", "modules") or name not in then or then[name] == value:
             continue
-        found.append("the data have other values" if name == "data" else f"{name} was {then[name]} and is {value}")
+        is_hash = name in ("data", "held-out data")
+        found.append(f"the {name} have other values" if is_hash else f"{name} was {then[name]} and is {value}")
     if then.get("parameters") != now.get("parameters"):
         found.append("the model's parameters have other names or shapes")
     if "modules" in then:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..arguments import check_arguments
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
-from ..data import Rows, check_kind, first_parameter, num_rows, row_dim
+from ..data import Rows, check_kind, fingerprint, first_parameter, num_rows, row_dim
 from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
@@ -72,6 +72,10 @@ class HeldOut:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def fingerprint(self) -> bytes:
+        """A hash of all values."""
+        return fingerprint(self.x, self.y, *self.kwargs.values())
 
     def take(self, rows: slice) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Some of the points."""
