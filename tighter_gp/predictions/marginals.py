@@ -47,13 +47,12 @@ DistributionFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @contextmanager
 def _unchecked_parameters() -> Iterator[None]:
-    """Distributions are made without a look at their parameters."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
+    """Distributions are made without a look at their parameters, for the length of the block."""
+    before, Distribution._validate_args = Distribution._validate_args, False
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(before)
+        Distribution._validate_args = before
 
 
 class Marginal(ABC):
@@ -77,8 +76,11 @@ class Marginal(ABC):
 
     def conditional(self, f: Tensor) -> Distribution:
         """p(y | f), also where a link function over- or underflows: there densities are zero or NaN."""
-        with _unchecked_parameters():
+        try:
             return self.likelihood.forward(f, **self.arguments)
+        except ValueError:  # by torch's look at parameters, or by the likelihood, which then says it again
+            with _unchecked_parameters():
+                return self.likelihood.forward(f, **self.arguments)
 
     @abstractmethod
     def moments(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
