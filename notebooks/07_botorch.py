@@ -3,7 +3,7 @@
 # Bayesian optimisation with BoTorch
 
 BoTorch's `SingleTaskVariationalGP` takes a strategy class. Give it the tighter one, train with `TighterELBO`, and the rest
-of BoTorch works as it is: posteriors, acquisition functions, fantasies. This notebook models many noisy evaluations of a
+of BoTorch works as it is: posteriors, acquisition functions, sample paths. This notebook models many noisy evaluations of a
 test function with few inducing points, and then runs a short optimisation.
 """
 
