@@ -109,6 +109,10 @@ def test_a_failed_step_leaves_parameters_and_optimizer_alone(fused):
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
     for state, known in zip(optimizer.state.values(), moments, strict=True):
         torch.testing.assert_close(state["exp_avg"], known, rtol=0, atol=0)
+    for parameter in mll.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # the user's own is none of a step that failed
+    assert all((parameter != before[name]).any() for name, parameter in parameters(mll).items())
     step(x, y)
     assert step.failed.item() == 1
 
@@ -260,6 +264,7 @@ CHANGES = {
     "jitter": lambda mll: setattr(mll.model.variational_strategy, "jitter_val", 0.1),
     "function": lambda mll: setattr(mll.model.mean_module, "warp", torch.exp),
     "method": lambda mll: setattr(mll.model.mean_module, "forward", lambda x: x.sum(-1)),
+    "dimensions in place": lambda mll: mll.model.covar_module.active_dims.copy_(torch.tensor([2, 0])),
     "private list": lambda mll: mll.model.mean_module._weights.reverse(),
 }
 
@@ -278,6 +283,8 @@ def test_a_changed_constant_makes_another_graph(change):
     mll, x, y = make()
     mll.likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((7,), 0.5))
     mll.model.mean_module = Warped()
+    mll.model.covar_module = gpytorch.kernels.MaternKernel(active_dims=(0, 1), ard_num_dims=2)
+    mll.model.covar_module.lengthscale = torch.tensor([0.5, 2.0])
     step = tighter_gp.CompiledStep(mll, **EAGER)
     first = step(x, y)
     CHANGES[change](mll)

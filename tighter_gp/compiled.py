@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .checks import NUMERICAL_ERRORS, deferred_checks, first_line, plain_value
+from .checks import NUMERICAL_ERRORS, deferred_checks, first_line, plain_value, same_values
 from .inductor import compile_recorded
 from .maths.linalg import full_precision
 from .settings import float32_factor
@@ -32,6 +32,9 @@ Graph = Callable[..., Sequence[Tensor]]
 # What torch keeps in a module, and what GPyTorch and our strategies remember of earlier calls; the rest is its own.
 _REMEMBERED = {"_memoize_cache", "_q_cache", "_initialized_key", "_warned"}
 _OF_EVERY_MODULE = frozenset(vars(Module())) | _REMEMBERED
+
+# Buffers that say what has been done.
+_FLAGS = ("variational_params_initialized", "updated_strategy")
 
 
 class Loss(torch.nn.Module):
@@ -114,6 +117,8 @@ class CompiledStep:
             *self._constants(),
             settings._linalg_dtype_cholesky.value(),
             settings.num_likelihood_samples.value(),
+            settings.variational_cholesky_jitter.value(x.dtype),
+            settings.observation_nan_policy.value(),
             float32_factor.on(),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
@@ -212,6 +217,9 @@ class CompiledStep:
         """What else a graph depends on: the parts, their modes, tensors that are no state such as fixed noise, and numbers."""
         for module in self._loss.modules():
             yield id(module), module.training
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_floating_point() and name not in _FLAGS:
+                    yield id(buffer), buffer._version
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield id(value), value._version
@@ -268,13 +276,13 @@ class CompiledStep:
 
     def _first_call(self, x: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
         """Checks of what came, and what GPyTorch does when a model is called for the first time; buffers stay as they are."""
-        flags = "variational_params_initialized", "updated_strategy"
-        buffers = [b for name, b in self._loss.named_buffers() if not name.endswith(flags)]
+        buffers = [b for name, b in self._loss.named_buffers() if not name.endswith(_FLAGS)]
         before = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
             self._loss(x, target, kwargs)
             for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+                if not same_values(buffer, value):
+                    buffer.copy_(value)
 
     def _update(self, failed: Tensor) -> None:
         assert self.optimizer is not None
@@ -283,6 +291,7 @@ class CompiledStep:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = failed.to(torch.float32)  # type: ignore[attr-defined]
             self.optimizer.step()
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         elif not bool(failed):
             self.optimizer.step()
 

@@ -360,3 +360,16 @@ def test_a_model_starts_from_an_array_as_from_a_tensor(dtype):
     assert models[0].log_density(Y[:3], q_x).shape == (3, 4)
     with pytest.raises(TypeError, match="targets must be a tensor or a numpy array; got list"):
         BayesianGPLVM.from_data(Y.tolist(), latent_dim=2, num_inducing=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16])
+def test_data_of_any_kind_of_number(dtype):
+    rows = (torch.rand(20, 4, generator=torch.Generator().manual_seed(0)) > 0.5).to(dtype)
+    wanted = rows.to(torch.get_default_dtype())
+    found, expected = (tighter_gp.gplvm.principal_components(data, 2).scores for data in (rows, wanted))
+    torch.testing.assert_close(found, expected)
+    latents = tighter_gp.gplvm.EncodedLatents(rows, 2)
+    torch.testing.assert_close(latents.encode(rows.double()).mean, latents.encode(wanted).mean)
+    tighter_gp.gplvm.CollapsedBayesianGPLVM(
+        tighter_gp.gplvm.VariationalLatents.from_pca(rows, 2), expected[:5].clone(), rows
+    )()

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ..maths.bounds import check_bound
 from ..maths.linalg import full_precision
+from ..mlls.priors import log_prior
 from ..strategies import TighterVariationalStrategy
 from .bayesian_gplvm import BayesianGPLVM
 from .collapsed import (
@@ -150,7 +151,7 @@ class CollapsedBayesianGPLVM(Module):
         )
 
     def forward(self) -> Tensor:
-        """The bound per datum: nats per row, summed over its outputs."""
+        """The bound per datum, nats per row summed over its outputs, and the log density of priors over their number."""
         with full_precision(self.targets.device.type):
             problem = self.problem()
             kl = self.latents.kl_divergence().sum()
@@ -160,7 +161,7 @@ class CollapsedBayesianGPLVM(Module):
                 value = constant_scale_bound(problem, kl=kl)
             else:
                 value = tighter_bound(problem, self.nodes, self.weights, kl=kl)
-        return value / self.targets.size(0)
+        return (value + log_prior(self)) / self.targets.size(0)
 
     @torch.no_grad()
     def uncollapsed(self, **kwargs: Any) -> BayesianGPLVM:

@@ -28,13 +28,14 @@ def as_observed(
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
         raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")
+    if not targets.is_floating_point() or targets.element_size() < 4:
+        targets = targets.to(torch.get_default_dtype())
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != targets.shape:
             raise ValueError(
                 f"mask must be boolean and shaped like the data, {tuple(targets.shape)}, True where observed; got "
                 f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}."
             )
-        targets = targets.to(torch.get_default_dtype()) if not targets.is_floating_point() else targets
         targets = torch.where(mask, targets, torch.full_like(targets, torch.nan))
     values = host_values(targets)
     if values is None:

@@ -19,6 +19,7 @@ from ..conditionals.base import ConditionalAddedLossTerm
 from ..data import Rows, reference
 from ..likelihoods.properties import filled
 from ..mlls import DataTerms, TighterELBO, data_terms
+from ..mlls.priors import log_prior
 from ..modes import chunks, temporary_mode
 from ..strategies import TighterStrategy
 from .data import as_observed, check_count
@@ -188,9 +189,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         mask = None if observed is None else observed.mT.repeat(1, num_samples)
         log_likelihood, conditional = self._data_terms(q_f, targets, mask, **kwargs)
         num_points = num_samples * num_rows
-        log_prior, added_loss = (log_likelihood.new_zeros(()) for _ in range(2))
-        for _, module, prior, closure, _ in self.named_priors():
-            log_prior = log_prior + prior.log_prob(closure(module)).sum() / self.num_data
+        zero = added_loss = log_likelihood.new_zeros(())
         for term in self.model.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm) or not self.is_tighter:
                 added_loss = added_loss + term.loss()
@@ -199,7 +198,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
             log_likelihood=log_likelihood.sum(-1) / num_points,
             kl_divergence=divergence.sum(-1) * (self.beta / self.num_data),
             latent_kl=self.beta * self.model.latents.prior.kl_divergence(q_x, x).mean(),
-            log_prior=log_prior,
+            log_prior=zero + log_prior(self) / self.num_data,
             added_loss=added_loss,
             conditional=self.beta * conditional.sum(-1) / num_points,
         )

@@ -64,7 +64,7 @@ class EncodedLatents(Latents):
     def encode(self, targets: Tensor, mask: Tensor | None = None) -> Normal:
         """q(x) of any rows, ``B x P`` to batch shape ``B x Q``."""
         targets, observed = as_observed(targets, mask, self.column_mean.numel())
-        return self._encode(targets, observed)
+        return self._encode(targets.to(self.column_mean.dtype), observed)
 
     def _encode(self, targets: Tensor, observed: Tensor | None) -> Normal:
         if observed is not None:

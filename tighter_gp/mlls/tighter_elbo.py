@@ -9,6 +9,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from gpytorch.models.deep_gps import DeepGP
 from gpytorch.variational import OrthogonallyDecoupledVariationalStrategy
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
@@ -20,6 +21,7 @@ from ..likelihoods.properties import is_gaussian, is_log_concave, observed
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
 from .data_terms import DataTerms, carried_terms, carrier_of, check_target, no_closed_form
+from .priors import log_prior as log_prior_of
 from .wrapped import wrapped_kl_divergence
 
 
@@ -126,12 +128,12 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch
         added_loss: Tensor | float = 0.0
-        log_prior: Tensor | float = 0.0
         for term in self.model.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm):
                 added_loss = added_loss + term.loss()
-        for _, module, prior, closure, _ in self.named_priors():
-            log_prior = log_prior + prior.log_prob(closure(module)).sum() / self.num_data
+        # The samples of a deep GP are no batch of models.
+        batch_shape = torch.Size() if isinstance(self.model, DeepGP) else log_likelihood.shape
+        log_prior = log_prior_of(self, batch_shape) / self.num_data
         divergence = wrapped_kl_divergence(self.model.variational_strategy, variational_dist_f)
         terms = ELBOTerms(
             log_likelihood=log_likelihood,

@@ -175,7 +175,8 @@ class TighterStrategy(VariationalStrategy):
         raise_if_not_finite(x)
         if not bool(flags[1]):
             for distribution in self.distributions:
-                set_to_prior(distribution)
+                if any(parameter.requires_grad for parameter in distribution.parameters()):  # else it was set by hand
+                    set_to_prior(distribution)
             self.mark_initialized()
         if not bool(flags[0]):
             projector = self.projector(torch.float64)

@@ -117,8 +117,9 @@ def fit(
     :param epochs: Passes over the data; default 100.
     :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
     :param batch_size: Points per step, over all processes; None for all. L-BFGS and collapsed models take all.
-    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, and 0.01 for what is no
-        part of a GP, such as a network's weights; without natural gradients 0.01 for all.
+    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, a quarter of it for
+        inducing points, and 0.01 for what is no part of a GP, such as a network's weights; without natural gradients 0.01
+        for all.
     :param schedule: How it falls: ``"recipe"`` (with natural gradients constant, then linear to zero over the last half;
         else as a cosine), ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero, ``"constant"``, or
         a function of the fraction of the run done that returns a factor.
@@ -198,6 +199,14 @@ def fit(
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
     if optimizer == "lbfgs":
         refuse_natural(model, natural_gradients)
+        if x is None and not collapsed:
+            raise ValueError(
+                "L-BFGS needs an objective without draws, and that of a latent-variable model draws x: use Adam, or train a "
+                "CollapsedBayesianGPLVM with torch.optim.LBFGS."
+            )
+    is_size = natural_gradients is not None and not isinstance(natural_gradients, bool)
+    if is_size and not 0 < float(natural_gradients) <= 1:  # type: ignore[arg-type]
+        raise ValueError(f"natural_gradients= is the size of a step, above 0 and at most 1; got {natural_gradients}.")
     is_loader = hasattr(x, "dataset")
     _say_what_is_unused(optimizer, collapsed, is_loader, lr=lr, schedule=schedule, batch_size=batch_size)
     if collapsed or is_loader:
@@ -311,8 +320,9 @@ def _make_step(
     settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
     if natural_gradients is not False and not reason:
         recipe = Recipe.for_likelihood(problem.likelihood)
-        recipe = recipe if lr is None else recipe._replace(lr=lr)
-        if natural_gradients not in (None, True):
+        if lr is not None:
+            recipe = recipe._replace(lr=lr, inducing_lr=recipe.inducing_lr * lr / recipe.lr)
+        if natural_gradients is not None and natural_gradients is not True:
             size = float(natural_gradients)
             recipe = recipe._replace(natural=size, natural_full=size)
         factor = None if schedule == "recipe" else make_schedule(schedule)

@@ -16,6 +16,7 @@ from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
+from ..draws import seeded
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.properties import observed
@@ -76,6 +77,14 @@ def initialize(
         True
     """
     like = first_parameter(model, likelihood)
+    x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
+    with seeded(seed, like.device):
+        _from_data(model, likelihood, x, y, like, num_rows_used, iterations, seed)
+
+
+def _from_data(
+    model: Any, likelihood: Any, x: Any, y: Any, like: Tensor, num_rows_used: int, iterations: int, seed: int
+) -> None:
     dim = row_dim(y.shape, num_rows(x), is_batch=x.ndim > 2)
     if dim is None:
         raise ValueError(f"There must be one target for each of the {num_rows(x)} rows of x; got {tuple(y.shape)}.")
@@ -124,7 +133,8 @@ def _place(holder: Any, x: Tensor, seed: int) -> None:
             first, second = split_inducing_points(both)
         else:
             first, second = both.split([len(points), len(holder.orthogonal_points)])
-        holder.orthogonal_points.copy_(second)
+        if holder.orthogonal_points.requires_grad:
+            holder.orthogonal_points.copy_(second)
         points.copy_(first)
     elif len(points) <= len(x):
         points.copy_(kmeans(x, len(points), seed=seed))
@@ -152,7 +162,7 @@ def _train_hyperparameters(
         with torch.no_grad():
             model.mean_module.raw_constant.copy_(y.mean())
     # As many as the model has: the noise that more of them would leave is too small for it.
-    points = kmeans(x, min(num_inducing, len(x)), seed=seed)
+    points = kmeans(x, min(num_inducing, len(torch.unique(x, dim=0))), seed=seed)
     gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)
     gp.inducing_points.requires_grad_(False)
     parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]

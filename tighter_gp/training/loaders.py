@@ -53,7 +53,9 @@ class LoaderBatches(BatchSource):
                 "or pass arrays; memory-mapped numpy arrays may be larger than the memory."
             ) from None
         self.batch_size = getattr(loader, "batch_size", None) or 0
-        self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, self.batch_size)
+        per_process = self.batch_size
+        self.batch_size = round(distributed.total(per_process, like.device))
+        self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, per_process)
         if self.steps_per_epoch == 0:
             raise ValueError(
                 "The DataLoader yields no batch; its batch_size is larger than its dataset with drop_last."

@@ -91,9 +91,10 @@ def _groups(strategy: Any) -> list[Group]:
 
 
 def _num_coupled(model: torch.nn.Module, groups: Iterable[Sequence[Group]]) -> int:
-    """How many groups explain the same observations together."""
+    """How many groups explain the same observations together: of a strategy, latent functions, parts of a sum of GPs."""
+    groups = list(groups)
     latents = [module.num_latents for module in model.modules() if isinstance(module, LMCVariationalStrategy)]
-    return max([1, *map(len, groups)]) * max([1, *latents])
+    return max([1, *map(len, groups)]) * max([1, *latents]) * max(1, len(groups))
 
 
 class NaturalGradients:

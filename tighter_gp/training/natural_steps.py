@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import gpytorch
 import torch
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.means import Mean
 from gpytorch.mlls import VariationalELBO
 from gpytorch.models.deep_gps import DeepGP
+from gpytorch.variational import LMCVariationalStrategy
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
@@ -166,7 +168,8 @@ class NaturalStep:
 
     def _natural(self) -> NaturalGradients:
         objective = self.problem.objective
-        return NaturalGradients(self.problem.model, self.problem.num_data, getattr(objective, "beta", 1.0))
+        num_data = getattr(objective, "num_data", self.problem.num_data)
+        return NaturalGradients(self.problem.model, num_data, getattr(objective, "beta", 1.0))
 
     def _natural_size(self, batch: Batch, call: Call) -> float:
         is_full = self.batch_size >= self.problem.num_data
@@ -252,6 +255,14 @@ def _spread(inputs: Tensor) -> float:
     return math.sqrt(max(0.0, float((second / count - (first / count).square()).mean())))
 
 
+def _hyperparameters(module: torch.nn.Module) -> Iterator[Tensor]:
+    """The parameters of a part of a GP, without those of networks inside it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, gpytorch.Module):
+            yield from _hyperparameters(child)
+
+
 def _kinds(problem: Problem) -> dict[str, str]:
     """Which parameters are q(u)'s, inducing points, hyperparameters of a GP, or something else."""
     kinds: dict[int, str] = {}
@@ -263,8 +274,10 @@ def _kinds(problem: Problem) -> dict[str, str]:
                     if has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters()):
                         kinds |= {id(p): "q" for p in distribution.parameters()}
             if isinstance(module, Kernel | Mean | Likelihood | Conditional):
-                for parameter in module.parameters():
+                for parameter in _hyperparameters(module):
                     kinds.setdefault(id(parameter), "hyper")
+            if isinstance(module, LMCVariationalStrategy):
+                kinds[id(module.lmc_coefficients)] = "hyper"
     found = {}
     for name, parameter in problem.parameters.items():
         is_location = name.endswith(("inducing_points", "orthogonal_points"))

@@ -13,6 +13,7 @@ from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..collapsed import CollapsedGP
+from ..mlls.priors import log_prior
 from . import distributed
 from .batches import Batch
 from .initialization import start_beta
@@ -37,11 +38,7 @@ class Problem:
         self.num_data, self.seed = num_data, seed
         modules = {"model": model, "likelihood": likelihood, "objective": objective}
         self.modules = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
-        self.parameters = {
-            name: parameter
-            for name, parameter in _distinct(self.modules, torch.nn.Module.named_parameters)
-            if parameter.requires_grad
-        }
+        self.parameters = self._trained()
         if not self.parameters:
             raise ValueError(
                 "No parameter of the model, the likelihood or the objective requires a gradient; call requires_grad_() on those "
@@ -50,10 +47,24 @@ class Problem:
         self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
         self.device = next(iter(self.parameters.values())).device
 
+    def _trained(self) -> dict[str, Tensor]:
+        tensors = _distinct(self.modules, torch.nn.Module.named_parameters)
+        return {name: parameter for name, parameter in tensors if parameter.requires_grad}
+
+    def check_parameters(self) -> None:
+        """Raise if others are to be trained than at the start."""
+        now = self._trained()
+        changed = sorted(name for name in {**self.parameters, **now} if self.parameters.get(name) is not now.get(name))
+        if changed:
+            raise RuntimeError(
+                f"A callback froze, unfroze or replaced {', '.join(changed[:3])}, which fit cannot follow: end the run, return "
+                "True, and call fit again."
+            )
+
     def loss(self, batch: Batch) -> Tensor:
         """Minus the objective per datum, summed over a batch of models."""
         if isinstance(self.model, CollapsedGP):
-            return -(self.model.bound() + _log_prior(self.model)) / self.num_data
+            return -(self.model.bound() + log_prior(self.model)) / self.num_data
         if batch.x is None:
             return -self.objective(batch.rows, batch.y, **batch.kwargs).sum()
         if isinstance(self.model, ExactGP):
@@ -129,8 +140,3 @@ def _distinct(modules: dict[str, torch.nn.Module], named: Any) -> Iterator[tuple
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}", tensor
-
-
-def _log_prior(model: Any) -> Tensor | float:
-    """Log density of the priors, as GPyTorch's objectives count it."""
-    return sum(prior.log_prob(closure(module)).sum() for _, module, prior, closure, _ in model.named_priors())

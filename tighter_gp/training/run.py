@@ -207,6 +207,11 @@ def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunSta
     for callback in plan.callbacks:
         if distributed.agreed(bool(callback(seen)), problem.device):
             history.stopped, stop = history.stopped or "a callback asked for it", True
+        for module in (problem.model, problem.likelihood):
+            if not module.training:  # a callback that predicts
+                module.train()
+    if plan.callbacks:
+        problem.check_parameters()
     return stop
 
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.likelihoods import (
+    DirichletClassificationLikelihood,
+    FixedNoiseGaussianLikelihood,
+    GaussianLikelihood,
+    MultitaskGaussianLikelihood,
+)
+from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
@@ -19,6 +24,7 @@ from ..data import Rows, check_array, first_parameter
 from ..kernels import TighterInducingPointKernel
 from ..labels import check_labels
 from ..mlls import TighterELBO
+from ..mlls.priors import counts_twice, log_prior
 from ..posterior import exact_gp_projector
 from .batches import ArrayBatches, BatchSource
 from .loaders import LoaderBatches
@@ -56,8 +62,24 @@ def make_objective(model: Any, likelihood: Any, objective: Callable[..., Any], n
             )
         return None
     if isinstance(model, ExactGP) and objective is TighterELBO:
-        return ExactMarginalLogLikelihood(likelihood, model)
-    return objective(likelihood, model, num_data)
+        return _ExactMLL(likelihood, model)
+    made = objective(likelihood, model, num_data)
+    if isinstance(made, MarginalLogLikelihood) and type(made).__module__.startswith("gpytorch.") and counts_twice(made):
+        log.warning(
+            "%s counts a prior twice: a module is reached in two ways, such as a likelihood that is also model.likelihood; "
+            "tighter_gp.TighterELBO counts each once",
+            type(made).__name__,
+        )
+    return made
+
+
+class _ExactMLL(ExactMarginalLogLikelihood):
+    """With each prior counted once: the kernel has the likelihood too."""
+
+    def _add_other_terms(self, res: Tensor, params: Any) -> Tensor:
+        for term in self.model.added_loss_terms():
+            res = res.add(term.loss(*params))
+        return res + log_prior(self.model, res.shape)
 
 
 def make_source(
@@ -73,6 +95,7 @@ def make_source(
 ) -> BatchSource:
     """The batches of a run."""
     like = first_parameter(model, likelihood)
+    x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
     fixed = likelihood.noise_covar.noise if isinstance(likelihood, FixedNoiseGaussianLikelihood) else None
     check_y = lambda values: check_labels(likelihood, values)
     if x is not None and not isinstance(x, (Tensor, np.ndarray)):
@@ -91,6 +114,11 @@ def make_source(
     if num_data is not None:
         raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
     check_array("y", y)
+    if isinstance(likelihood, DirichletClassificationLikelihood) and y.ndim == 1:
+        raise ValueError(
+            "DirichletClassificationLikelihood is trained on its own targets, one row per class, not on labels: pass "
+            "y=likelihood.transformed_targets."
+        )
     kwargs = {} if fixed is None else {"noise": fixed}
     source = ArrayBatches(x, y, kwargs, batch_size, seed, like, is_split, check_y)
     # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.

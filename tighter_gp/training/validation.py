@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood, SoftmaxLikelihood
+from gpytorch.likelihoods import (
+    DirichletClassificationLikelihood,
+    FixedNoiseGaussianLikelihood,
+    Likelihood,
+    SoftmaxLikelihood,
+)
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
+from gpytorch.models.deep_gps.dspp import DSPP
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
@@ -55,7 +61,8 @@ class HeldOut:
                 raise ValueError(
                     f"{name}= must have one value per held-out point, ... x {num_points}; got {tuple(value.shape)}."
                 )
-        if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
+        is_fixed = isinstance(likelihood, FixedNoiseGaussianLikelihood)
+        if is_fixed and not isinstance(likelihood, DirichletClassificationLikelihood) and "noise" not in kwargs:
             raise ValueError(
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass that of the held-out points, "
                 'validation=(x, y, {"noise": noise}).'
@@ -126,7 +133,10 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
             _check_shape(held_out, y, q)
             density = log_density(likelihood, q, y, **kwargs).double().nan_to_num(0.0)  # NaN: no target observed
             if isinstance(model, DeepGP):
-                density = torch.logsumexp(density, dim=0) - math.log(len(density))  # a mixture over samples
+                # A mixture over samples, or over the nodes of a DSPP.
+                weights = model.quad_weights if isinstance(model, DSPP) else -math.log(len(density))
+                weights = weights.unsqueeze(-1).to(density) if isinstance(weights, Tensor) else weights
+                density = torch.logsumexp(density + weights, dim=0)
             total -= float(density.sum())
             num_observed = int((~torch.isnan(y)).sum())
             # A batch of models may share its targets.
