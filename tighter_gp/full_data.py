@@ -60,7 +60,7 @@ def evaluate_bound(
         same parameters (``conditional="optimal"`` only).
     :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data. For a latent-variable
         model also ``num_samples=`` and ``mask=``.
-    :return: Shape of the batch of models.
+    :return: Shape of the batch of models; of a deep GP one value per sample.
     :raises TypeError: For an argument that nobody uses.
 
     Example:

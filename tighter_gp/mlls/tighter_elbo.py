@@ -21,7 +21,7 @@ from ..likelihoods.properties import is_gaussian, is_log_concave, observed
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
 from .data_terms import DataTerms, carried_terms, carrier_of, check_target, no_closed_form
-from .priors import log_prior as log_prior_of
+from .priors import log_prior
 from .wrapped import wrapped_kl_divergence
 
 
@@ -133,19 +133,18 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 added_loss = added_loss + term.loss()
         # The samples of a deep GP are no batch of models.
         batch_shape = torch.Size() if isinstance(self.model, DeepGP) else log_likelihood.shape
-        log_prior = log_prior_of(self, batch_shape) / self.num_data
         divergence = wrapped_kl_divergence(self.model.variational_strategy, variational_dist_f)
         terms = ELBOTerms(
             log_likelihood=log_likelihood,
             kl_divergence=divergence * (self.beta / self.num_data),
-            log_prior=log_prior,
+            log_prior=log_prior(self, batch_shape) / self.num_data,
             added_loss=added_loss,
             conditional=conditional * (self.beta / num_batch),
         )
         if self.combine_terms:
             return terms.bound
         zero = torch.zeros_like(log_likelihood)
-        return terms._replace(log_prior=zero + log_prior, added_loss=zero + added_loss)
+        return terms._replace(log_prior=zero + terms.log_prior, added_loss=zero + added_loss)
 
     def _data_terms(self, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
         """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points."""
