@@ -471,6 +471,7 @@ def test_quantiles_of_own_likelihoods(name, p):
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_density_where_a_link_function_underflows(mean, monkeypatch):
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # which Pyro turns off
+
     class Rate(likelihoods.likelihood._OneDimensionalLikelihood):
         def forward(self, function_samples, **kwargs):
             return torch.distributions.Exponential(function_samples.exp())
