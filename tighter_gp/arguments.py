@@ -135,7 +135,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _of_gaussian(likelihood: Any) -> set[str]:
-    """``noise=``, where GPyTorch's own classes look for it, or ``tasks=``, of which it depends."""
+    """``noise=``, where GPyTorch's own classes look for it, or ``tasks=``, on which it depends."""
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
         return set()
     if isinstance(likelihood, getattr(likelihoods, "HadamardGaussianLikelihood", ())):

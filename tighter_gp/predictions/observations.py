@@ -81,8 +81,7 @@ def predict_y(
         given = {}
     weights = None
     if is_deep:
-        size = f.mean.size(0)
-        weights = model.quad_weights.exp() if isinstance(model, DSPP) else f.mean.new_full((size,), 1 / size)
+        weights = mixture_weights(model, f.mean)
     return PredictiveDistribution(
         likelihood,
         f,
@@ -92,6 +91,11 @@ def predict_y(
         num_samples=1024 if num_samples is None or is_deep else num_samples,
         seed=seed,
     )
+
+
+def mixture_weights(model: Any, samples: Tensor) -> Tensor:
+    """Weights of the draws of a deep GP's hidden layers, or of the nodes of a DSPP: the first dimension of ``samples``."""
+    return model.quad_weights.exp() if isinstance(model, DSPP) else samples.new_full((len(samples),), 1 / len(samples))
 
 
 def _taken(arguments: dict[str, Any], rows: slice) -> dict[str, Any]:

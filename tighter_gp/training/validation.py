@@ -19,7 +19,6 @@ from gpytorch.likelihoods import (
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
-from gpytorch.models.deep_gps.dspp import DSPP
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
+from ..predictions.observations import mixture_weights
 from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 
 # Strategies of models that ``predict`` takes.
@@ -133,10 +133,8 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
             _check_shape(held_out, y, q)
             density = log_density(likelihood, q, y, **kwargs).double().nan_to_num(0.0)  # NaN: no target observed
             if isinstance(model, DeepGP):
-                # A mixture over samples, or over the nodes of a DSPP.
-                weights = model.quad_weights if isinstance(model, DSPP) else -math.log(len(density))
-                weights = weights.unsqueeze(-1).to(density) if isinstance(weights, Tensor) else weights
-                density = torch.logsumexp(density + weights, dim=0)
+                log_weights = mixture_weights(model, density).to(density).log()
+                density = torch.logsumexp(density + log_weights.reshape(-1, *(1 for _ in density.shape[1:])), dim=0)
             total -= float(density.sum())
             num_observed = int((~torch.isnan(y)).sum())
             # A batch of models may share its targets.
