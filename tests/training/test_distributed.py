@@ -152,6 +152,19 @@ def at_once() -> dict[str, torch.Tensor]:
     }
 
 
+def wrapper(rank: int) -> dict[str, torch.Tensor]:
+    """Gradients by torch's own wrapper.
+
+    It has to be gone before its process group is: as the group's last owner it waits, with Python's lock in its hands, for
+    a thread that waits for the lock.
+    """
+    x, y = data()
+    model, likelihood = problem()
+    wrapped = DistributedDataParallel(Loss(tighter_gp.TighterELBO(likelihood, model, N)), find_unused_parameters=True)
+    wrapped(x[rank:8:2], y[rank:8:2]).backward()
+    return {name: p.grad for name, p in named_parameters(model, likelihood).items()}
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -182,12 +195,7 @@ def worker(rank: int, folder: str) -> None:
     history = fit(model, likelihood, DataLoader(TensorDataset(x, y), batch_sampler=PARTS[rank]), steps=6, lr=0.05)
     results["loader"] = {"loss": torch.tensor(history.loss)}
     results["visited"], results["refused"], results["at once"] = visited(rank), refused(folder), at_once()
-
-    model, likelihood = problem()
-    loss = Loss(tighter_gp.TighterELBO(likelihood, model, N))
-    wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
-    wrapped(x[rank:8:2], y[rank:8:2]).backward()
-    results["wrapper"] = {name: p.grad for name, p in named_parameters(model, likelihood).items()}
+    results["wrapper"] = wrapper(rank)
     torch.save(results, f"{folder}/results{rank}.pt")
     dist.destroy_process_group()
 
