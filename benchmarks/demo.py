@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import tempfile
 import textwrap
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from tighter_gp.training import Step
 from . import plotting
 from .errors import UserError
 from .report import table as markdown
+from .runs import environment
 from .toy import Data, make_toy, read_csv, toy_function
 
 JITTER = 1e-6
@@ -423,12 +423,7 @@ def run_methods(data: Data, num_inducing: int, budget: Budget, seed: int) -> lis
         "num_inducing": num_inducing,
         "seed": seed,
         "config": budget._asdict(),
-        "versions": {
-            "tighter_gp": tighter_gp.__version__,
-            "gpytorch": gpytorch.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **environment("cpu"),
     }
     results = []
     steps = {train_collapsed: budget.iterations, train_uncollapsed: budget.steps}

@@ -103,7 +103,8 @@ def recipe_differences(lines: list[dict[str, Any]]) -> str:
         "T-SVGP by the default recipe of `fit` for a number of epochs, and by others for as many steps as take the processor "
         "as long (`python -m benchmarks recipes`). Differences are the NLPD of the default less that of the other, over splits: "
         "negative is better. The default *holds its own* where it is at most "
-        f"{recipes.SLACK}, or two standard errors, worse than every other.\n\n"
+        f"{recipes.SLACK}, or two standard errors, worse than every other. Paces were judged by short runs; the last column has "
+        "what the others took in the end.\n\n"
     )
     return words + recipes.differences(lines)
 

@@ -282,9 +282,10 @@ def means_table(results: Sequence[Result]) -> str:
     for key, group in grouped(results).items():
         for method in methods_of(group):
             own = [result for result in group if result["method"] == method]
-            shown = show_means(metrics, own)
-            rows.append([key[0], str(key[1] or ""), label(method), str(len(own)), *shown, settings[key], flags_of(own)])
-    header = ["data", "M", "method", "runs", *(metric.title for metric in metrics), "settings", "flags"]
+            shown, epochs = show_means(metrics, own), str(setting(own[0], "epochs", ""))
+            first = [key[0], str(key[1] or ""), label(method), epochs, str(len(own))]
+            rows.append([*first, *shown, settings[key], flags_of(own)])
+    header = ["data", "M", "method", "epochs", "runs", *(metric.title for metric in metrics), "settings", "flags"]
     return table(*without_empty(header, rows))
 
 
@@ -296,7 +297,7 @@ def flags_of(results: Sequence[Result]) -> str:
 
 def without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Without the columns that not every table has and that nothing stands in."""
-    optional = ("converged", "of the mean alone", "settings", "flags")
+    optional = ("epochs", "converged", "of the mean alone", "settings", "flags")
     kept = [i for i, name in enumerate(header) if name not in optional or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 

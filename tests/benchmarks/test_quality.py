@@ -20,7 +20,7 @@ def test_smoke_run_traces_every_method(tmp_path, capsys):
         seconds = [point[0] for point in line["trace"]]
         assert seconds == sorted(seconds)
         assert line["nlpd"] == line["trace"][-1][1]
-    assert "T-SVGP is there after" in capsys.readouterr().out
+    assert "T-SVGP (2 epochs) is there after" in capsys.readouterr().out
 
 
 @pytest.fixture

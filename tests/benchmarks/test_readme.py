@@ -39,11 +39,11 @@ def test_a_picture_per_data_set_has_the_best_so_far_of_each_method(tmp_path):
 def test_the_share_of_a_peers_time_is_when_its_final_density_is_first_reached():
     methods = time_to_quality.by_dataset(lines())["kin40k"]
     (tuned,), (tutorial,) = methods["gpytorch tuned"], methods["gpytorch tutorial"]
-    assert time_to_quality.share(methods["t-svgp"], tuned) == 0.2
-    assert time_to_quality.share(methods["svgp"], tuned) is None
-    assert time_to_quality.share(methods["svgp"], tutorial) == 0.2
+    assert time_to_quality.share(methods, "t-svgp", tuned) == 0.2
+    assert time_to_quality.share(methods, "svgp", tuned) is None
+    assert time_to_quality.share(methods, "svgp", tutorial) == 0.2
     rows = time_to_quality.scores(methods).splitlines()
-    assert "T-SVGP is there after" in rows[0]
+    assert "T-SVGP (30 epochs) is there after" in rows[0]
     assert [cell.strip() for cell in rows[2].split("|")[1:-1]] == [
         "GPyTorch SVGP, tuned",
         "30",
@@ -70,11 +70,12 @@ def test_of_several_runs_of_a_method_the_first_split_and_most_common_size_are_sh
     assert {name: line["trace"] for name, (line,) in methods.items()} == TRACES
 
 
-def test_of_several_budgets_the_best_counts():
+def test_of_several_budgets_the_picture_has_the_best_and_the_table_the_one_that_most_have():
     quick = {**lines()[2], "config": {"epochs": 10}, "trace": [[0.5, 0.35, 0.3], [0.6, 0.28, 0.2]]}
     methods = time_to_quality.by_dataset([*lines(), quick])["kin40k"]
     assert time_to_quality.envelope(methods["t-svgp"]) == [(0.5, 0.35), (0.6, 0.28), (2.0, 0.1)]
-    assert time_to_quality.share(methods["t-svgp"], methods["gpytorch tutorial"][0]) == 0.03
+    assert time_to_quality.usual(methods) == 30
+    assert time_to_quality.share(methods, "t-svgp", methods["gpytorch tutorial"][0]) == 0.1
     assert time_to_quality.scores(methods).count("\n| T-SVGP ") == 2
 
 
@@ -177,6 +178,7 @@ def test_runs_that_only_check_convergence_are_no_claims():
     text = claims.table([*results(), *doubled], [])
     assert "of 1 rows 1 converged, 0 not, 0 not checked" in text
     assert "1 wins, 1 ties, 1 losses" in text
+    assert "runs with other budgets, which only check that: test log-lik. 1 wins, 0 ties, 0 losses" in text
 
 
 @pytest.mark.parametrize(
@@ -218,12 +220,16 @@ def test_the_last_term_has_a_row_per_start():
     made = []
     for method, seconds in (("drop", 1.0), ("exact", 9.0)):
         one = {**result(method, 0, 0.0, 0.66, 0.4), **common, "seconds": seconds}
-        made += [{**one, "flags": ["learnt the mean"]}, {**one, "config": {"epochs": 2, "start": "data"}}]
+        moved = {**one, "config": {"epochs": 2, "start": "data"}, "start": "exact"}
+        made += [{**one, "flags": ["learnt the mean"]}, moved, {**moved, "split": 1, "start": "median"}]
     found = claims.table(made, [])
     assert "| wine: predictions" in found
     assert "| wine, from a better start: predictions" in found
     assert found.count("1 of 1 runs learnt the mean alone") == 1
     assert list(verdicts(made).values()) == ["in part", "yes"]
+    assert "the better start was another than above in 1 of 2 runs" in found
+    unmoved = [{**one, "start": "median"} if "start" in one else one for one in made]
+    assert "from a better start" not in claims.table(unmoved, [])
 
 
 def test_printed_hyperparameters_are_compared_to_their_last_digit():
@@ -264,6 +270,62 @@ def test_a_collapsed_model_whose_training_was_stopped_says_what_it_still_gained(
     near, far = line("t-sgpr", -0.4, -0.412), line("t-sgpr", -0.4, -0.43)
     assert f"{rise} 0.0120 nats per point, its lead over SGPR by 2%: converged " in claims.table([base, near], [])
     assert f"{rise} 0.0300 nats per point, its lead over SGPR by 25%: not converged " in claims.table([base, far], [])
+
+
+@pytest.mark.parametrize(("gains", "agrees"), [((0.1, 0.2), "yes"), ((0.1, -0.001), "in part"), ((-0.1, -0.2), "no")])
+def test_a_gain_for_every_number_of_points_is_one_in_every_row(gains, agrees):
+    made = [
+        result(method, 0, -1 + gain * (method == "t-svgp"), 0.5, 0.3, num_inducing=size)
+        for size, gain in zip((8, 16), gains, strict=True)
+        for method in ("svgp", "t-svgp")
+    ]
+    claim = "the gain is there for every number of inducing points"
+    assert verdicts(made)[claim] == agrees
+    assert ("not ahead: kin40k M=16 T-SVGP (-0.0010)" in claims.table(made, [])) == (agrees == "in part")
+
+
+@pytest.mark.parametrize(("densities", "agrees"), [((0.1, 0.2, 0.3), "yes"), ((0.1, 0.2, 0.15), "in part")])
+def test_larger_blocks_are_better_where_bound_and_density_rise(densities, agrees):
+    kinds = (("t-sgpr", None), ("block", 50), ("block", 10))
+    made = [
+        {
+            **result(method, 0, bound, -density, 0.2, num_inducing=256, config={"num_blocks": blocks}),
+            "experiment": "blocks",
+            "noise": noise,
+        }
+        for (method, blocks), bound, density, noise in zip(
+            kinds, (-0.4, -0.3, -0.2), densities, (0.04, 0.0225, 0.01), strict=True
+        )
+    ]
+    reason = "over RMSE it is T-SGPR 1.00, 50 blocks 0.75, 10 blocks 0.50"
+    assert (reason in claims.table(made, [])) == (agrees != "yes")
+    assert verdicts(made)["kin40k, 5,000 rows, M=256: larger blocks are better (bound, log-likelihood)"] == agrees
+
+
+@pytest.mark.parametrize(("noise", "is_told"), [(0.0036, True), (0.0, False), (None, False)])
+def test_a_collapsed_model_that_differs_tells_its_noise_beside_the_papers(noise, is_told):
+    made = {**result("exact", 0, 0.0, -0.5, 0.12, num_inducing=None, noise=noise), "experiment": "blocks"}
+    assert ("the noise is 0.06 here, 0.00 there" in claims.table([made], [])) == is_told
+    agreeing = {**made, "nlpd": -0.8}
+    assert "the noise is" not in claims.table([agreeing], [])
+
+
+def test_a_trace_that_falls_behind_says_when_and_by_how_much():
+    def pair(*leads):
+        trace = lambda values: [{"epoch": 5 * (i + 1), "bound": value} for i, value in enumerate(values)]
+        return [
+            result("svgp", 0, -1.0, 0.5, 0.3, trace=trace([0.0] * len(leads))),
+            result("t-svgp", 0, -0.9, 0.5, 0.3, trace=trace(leads)),
+        ]
+
+    claim = "kin40k: the gain is there throughout training"
+    assert verdicts(pair(0.1, 0.2))[claim] == "yes"
+    assert "behind" not in claims.table(pair(0.1, 0.2), [])
+    early = pair(-0.03, -0.01, 0.2, 0.3)
+    told = "in traces of 4 points behind at 2 of 4, the last of them 50% into training, by up to 0.0300 nats per point"
+    assert told in claims.table(early, [])
+    assert verdicts(early)[claim] == "no"
+    assert verdicts(pair(-0.03, 0.1, 0.2, 0.3))[claim] == "in part"
 
 
 def test_run_times_are_compared_with_our_own_base():

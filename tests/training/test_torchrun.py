@@ -30,7 +30,8 @@ def test_the_program_of_the_readme_is_the_same_in_two_processes(tmp_path):
     program = PROGRAM.replace('"epochs": 30', '"epochs": 4, "batch_size": 64').replace(
         "num_inducing=256", "num_inducing=32"
     )
-    program = program.replace("dtype=torch.float32", "dtype=torch.float64")
+    assert ".float()" in program
+    program = program.replace(".float()", ".double()")
     program = "import torch\ntorch.set_default_dtype(torch.float64)\n" + program
     found = []
     for processes in (1, 2):
