@@ -65,6 +65,8 @@ def test_a_collapsed_model_has_no_place_for_noise():
 
 
 class Counted(likelihoods.GaussianLikelihood):
+    is_log_concave = True
+
     def expected_log_prob(self, target, input, *params, **kwargs):
         weights = kwargs.get("weights", 1.0)
         return weights * super().expected_log_prob(target, input)

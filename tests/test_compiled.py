@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 import warnings
 
@@ -266,16 +267,30 @@ CHANGES = {
     "method": lambda mll: setattr(mll.model.mean_module, "forward", lambda x: x.sum(-1)),
     "dimensions in place": lambda mll: mll.model.covar_module.active_dims.copy_(torch.tensor([2, 0])),
     "private list": lambda mll: mll.model.mean_module._weights.reverse(),
+    "object replaced": lambda mll: setattr(mll.model.mean_module, "scale", Scale(3.0)),
+    "dataclass replaced": lambda mll: setattr(mll.model.mean_module, "shift", Shift(3.0)),
+    "dataclass in place": lambda mll: setattr(mll.model.mean_module.shift, "value", 3.0),
 }
+
+
+class Scale:
+    def __init__(self, value):
+        self.value = value
+
+
+@dataclasses.dataclass
+class Shift:
+    value: float
 
 
 class Warped(gpytorch.means.Mean):
     def __init__(self):
         super().__init__()
-        self.warp, self._weights = torch.sin, [0.5, 1.0, 2.0]
+        self.warp, self._weights, self.scale, self.shift = torch.sin, [0.5, 1.0, 2.0], Scale(1.0), Shift(0.0)
 
     def forward(self, x):
-        return self.warp(sum(weight * column for weight, column in zip(self._weights, x.unbind(-1), strict=True)))
+        total = sum(weight * column for weight, column in zip(self._weights, x.unbind(-1), strict=True))
+        return self.warp(self.scale.value * total) + self.shift.value
 
 
 @pytest.mark.parametrize("change", CHANGES)

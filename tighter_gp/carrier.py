@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from linear_operator import LinearOperator, to_linear_operator
-from linear_operator.operators import DenseLinearOperator
+from linear_operator.operators import (
+    DenseLinearOperator,
+    DiagLinearOperator,
+    InterpolatedLinearOperator,
+    MatmulLinearOperator,
+    RootLinearOperator,
+)
 from torch import Tensor
 
 from .conditionals.base import ResidualBlocks
@@ -131,6 +137,7 @@ class Carrier(ImplicitLinearOperator):
     :param index: Positions of the points in the training set, if the call gave them.
     :param blocks: Residual covariances within blocks of points, if the conditional needs them.
     :param copied: Which batch dimensions hold copies of one function, made by ``expand``; default none.
+    :param chosen: Scales :math:`m_n` of a learned conditional and their price, shape ``... x N`` each.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class Carrier(ImplicitLinearOperator):
         index: Tensor | None = None,
         blocks: ResidualBlocks | None = None,
         copied: tuple[bool, ...] | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         LinearOperator.__init__(
             self,
@@ -154,13 +162,14 @@ class Carrier(ImplicitLinearOperator):
             index=index,
             blocks=blocks,
             copied=copied,
+            chosen=chosen,
         )
         self.variance, self.dense, self.explained, self.residual = variance, dense, explained, residual
-        self.strategy, self.index, self.blocks = strategy, index, blocks
+        self.strategy, self.index, self.blocks, self.chosen = strategy, index, blocks, chosen
         self.copied = (False,) * len(self.batch_shape) if copied is None else copied
 
     def _carried(self) -> tuple[Any, ...]:
-        return self.explained, self.residual, self.strategy, self.index, self.blocks, self.copied
+        return self.explained, self.residual, self.strategy, self.index, self.blocks, self.copied, self.chosen
 
     def _map(self, function: Callable[[Tensor, int], Tensor], copied: tuple[bool, ...] | None = None) -> Carrier:
         blocks = self.blocks
@@ -175,6 +184,7 @@ class Carrier(ImplicitLinearOperator):
             self.index,
             blocks,
             self.copied if copied is None else copied,
+            None if self.chosen is None else (function(self.chosen[0], 1), function(self.chosen[1], 1)),
         )
 
     def _expand_batch(self, batch_shape: torch.Size) -> LinearOperator:
@@ -295,6 +305,20 @@ def iter_carriers(operator: LinearOperator) -> Iterator[Carrier]:
     for argument in operator._args:
         if isinstance(argument, LinearOperator):
             yield from iter_carriers(argument)
+
+
+def mixes_points(operator: LinearOperator) -> bool:
+    """Whether a tree makes variances from covariances between the points of a :class:`Carrier`: by products with matrices."""
+    if isinstance(operator, Carrier):
+        return False
+    factors = [argument for argument in operator._args if isinstance(argument, LinearOperator)]
+    carrying = [factor for factor in factors if any(True for _ in iter_carriers(factor))]
+    others = [factor for factor in factors if all(factor is not other for other in carrying)]
+    if isinstance(operator, MatmulLinearOperator) and not all(isinstance(one, DiagLinearOperator) for one in others):
+        return bool(carrying)
+    if isinstance(operator, (RootLinearOperator, InterpolatedLinearOperator)):
+        return bool(carrying)
+    return any(map(mixes_points, carrying))
 
 
 def replace_variance(operator: LinearOperator, diagonal: Tensor) -> LinearOperator:

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -137,18 +138,33 @@ def _state(*modules: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[st
             yield child, plain, [*tensors, *(tensor for tensor in own if tensor is not None)]
 
 
+class _Itself:
+    """An object that is compared by identity, and kept, so that no other has its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def plain_value(value: Any) -> Any:
-    """A number, a string, a function, a list, a dict or an array as something to compare with later, also if it is changed
-    in place; None for anything else.
+    """An attribute as something to compare with later: a number, a string, a list, a dict, an array or a dataclass by value,
+    also if it is changed in place, any other object by identity. None for tensors and modules, which are looked at apart.
     """
     if isinstance(value, (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType)):
         return value
-    if not isinstance(value, (tuple, list, dict, set, np.ndarray)):
+    if isinstance(value, (Tensor, torch.nn.Module)):
         return None
+    if not isinstance(value, (tuple, list, dict, set, np.ndarray)) and not is_dataclass(value):
+        return _Itself(value)
     try:
         return pickle.dumps(value)
     except (AttributeError, TypeError, pickle.PicklingError):
-        return id(value)
+        return _Itself(value)
 
 
 def check_inputs(x: Tensor, num_dims: int) -> None:

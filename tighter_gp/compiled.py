@@ -30,7 +30,7 @@ from .settings import float32_factor
 Graph = Callable[..., Sequence[Tensor]]
 
 # What torch keeps in a module, and what GPyTorch and our strategies remember of earlier calls; the rest is its own.
-_REMEMBERED = {"_memoize_cache", "_q_cache", "_initialized_key", "_warned"}
+_REMEMBERED = {"_memoize_cache", "_factor_cache", "_q_cache", "_initialized_key", "_warned"}
 _OF_EVERY_MODULE = frozenset(vars(Module())) | _REMEMBERED
 
 # Buffers that say what has been done.

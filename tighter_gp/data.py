@@ -202,6 +202,11 @@ def check_array(name: str, values: Any, wanted: str = "a tensor or a numpy array
     if not isinstance(values, (Tensor, np.ndarray)):
         hint = f" Pass {name}.to_numpy()." if hasattr(values, "to_numpy") else ""
         raise TypeError(f"{name} must be {wanted}; got {type(values).__name__}.{hint}")
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise TypeError(
+            f"{name} is a masked array, and {np.ma.count_masked(values)} of its values would lose their mask: pass "
+            f"{name}.filled(numpy.nan) where NaN stands for missing values, or leave these rows out."
+        )
     is_real = not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "biuf"
     if not is_real:
         raise TypeError(f"{name} must hold real numbers; got {values.dtype}.")

@@ -20,7 +20,7 @@ from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
-from .labels import check_labels
+from .labels import check_labels, check_value
 from .likelihoods.properties import gaussian_noise, observed
 from .maths.bounds import PENALTIES, block_penalty, full_penalty
 from .maths.collapsed import collapsed_log_prob
@@ -75,6 +75,7 @@ def evaluate_bound(
     num_data, kwargs = len(rows_of_x), _per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
     if isinstance(model, (ExactGP, CollapsedGP)):
         y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
+        _check_targets(y, num_data)
         if isinstance(model, CollapsedGP) or any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
             return _collapsed_bound(model, likelihood, rows_of_x, y, batch_size, **noise)
         # GPyTorch's own SGPR, and an exact GP, whose bound is the evidence.
@@ -101,11 +102,19 @@ def evaluate_bound(
             batch, targets = rows_of_x[rows], rows_of_y[rows]
             check_labels(likelihood, targets)
             call = {"index": torch.arange(num_data, device=like.device)[rows]} if needs_index else {}
-            terms = mll(model(batch, **call), targets, **{name: value[rows] for name, value in kwargs.items()})
+            q = model(batch, **call)
+            terms = mll(q, targets, **{name: value[rows] for name, value in kwargs.items()})
             log_likelihood, kl_divergence, _, *rest = terms
+            check_value(log_likelihood, q, targets, likelihood)
             added_loss, conditional = (*rest, 0.0, 0.0)[:2]
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
     return data_terms - num_data * kl_divergence
+
+
+def _check_targets(y: Tensor, num_data: int) -> None:
+    """Raise unless there is one target per point."""
+    if y.shape[-1:] != (num_data,):
+        raise ValueError(f"Targets must have shape ... x {num_data}, one for each row of x; got {tuple(y.shape)}.")
 
 
 def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
@@ -173,10 +182,7 @@ def set_optimal_q(
     like = reference(model, likelihood)
     rows_of_x, y = input_rows(x, like), as_tensor(y, like)
     check_dims(rows_of_x.shape, strategy.inducing_points.size(-1))
-    if y.shape[-1:] != (len(rows_of_x),):
-        raise ValueError(
-            f"Targets must have shape ... x {len(rows_of_x)}, one for each row of x; got {tuple(y.shape)}."
-        )
+    _check_targets(y, len(rows_of_x))
     check_device(y, like.device, "Targets are")
     check_device(likelihood, like.device, "The likelihood is")
     given = _per_point(kwargs, likelihood, len(rows_of_x), like, set_optimal_q)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from gpytorch import likelihoods
+from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
-__all__ = ["check_labels", "shape_hint"]
+__all__ = ["check_labels", "check_value", "shape_hint"]
 
 _COUNTS = (PoissonLikelihood, likelihoods.PoissonLikelihood, getattr(likelihoods, "NegativeBinomialLikelihood", ()))
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
@@ -64,6 +65,26 @@ def check_labels(likelihood: Any, y: Tensor | np.ndarray, name: str = "y") -> No
     elif isinstance(likelihood, likelihoods.BetaLikelihood):
         is_bad = ((y <= 0) | (y >= 1)) & ~is_missing
         _refuse(is_bad, y, f"{kind} takes values between 0 and 1, both excluded", name)
+
+
+def check_value(value: Tensor, q: MultivariateNormal, y: Tensor, likelihood: Any) -> None:
+    """Raise unless an objective has one value per model of a batch: others may have broadcast the targets.
+
+    :param value: Of the objective.
+    :param q: q(f).
+    :param y: The targets.
+
+    Example:
+        >>> q = gpytorch.distributions.MultivariateNormal(torch.zeros(3), torch.eye(3))
+        >>> tighter_gp.labels.check_value(torch.tensor(-1.0), q, torch.zeros(3), gpytorch.likelihoods.GaussianLikelihood())
+    """
+    if value.numel() != 1 and value.shape != q.batch_shape:
+        wanted = f"shape {tuple(q.batch_shape)}, one value per model of the batch" if q.batch_shape else "one value"
+        raise ValueError(
+            f"The objective must have {wanted}; got shape {tuple(value.shape)} from targets of shape {tuple(y.shape)} and q(f) "
+            f"of shape {tuple(q.mean.shape)}. {shape_hint(likelihood, tuple(y.shape))} Several outputs with a likelihood of one "
+            "need TighterELBO."
+        )
 
 
 def shape_hint(likelihood: Any, shape: tuple[int, ...]) -> str:

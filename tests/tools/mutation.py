@@ -89,6 +89,7 @@ TARGETS = {
         "test_silent_errors",
     ),
     "predictions/latent.py": ("predictions/test_latent", "test_golden", "test_posterior", "test_predict_everything"),
+    "predictions/given_f.py": ("predictions/test_observations", "predictions/test_log_density"),
     "predictions/marginals.py": ("predictions/test_observations", "predictions/test_log_density"),
     "predictions/distribution.py": ("predictions/test_observations", "predictions/test_log_density", "test_arrays"),
     "training/guard.py": ("training/test_guard", "training/test_survival"),

@@ -21,7 +21,7 @@ from ..maths.bounds import PENALTIES, check_bound
 from ..maths.moments import Whitened, explained_variance, projected_mean
 from ..modes import chunks
 from ..prior import Projector
-from .sums import chunked_bound, data_sums, projected_batches
+from .sums import chunked_bound, data_sums, leaves_of, projected_batches, stand_in
 
 
 def collapsed_bound(
@@ -69,8 +69,9 @@ def collapsed_bound(
         noise.to(y.device) if isinstance(noise, Tensor) else torch.as_tensor(np.array(noise, dtype=np.float64)).to(y)
     )
     variances = variances.expand(y.shape)
-    projector = kernel_projector(kernel, inducing_points, variances, jitter_val)
-    return chunked_bound(projector, x, y, variances, bound, chunk_size, [*kernel.parameters(), inducing_points, x])
+    points, inputs = stand_in(inducing_points), stand_in(x)
+    projector = kernel_projector(kernel, points[1], variances, jitter_val)
+    return chunked_bound(projector, inputs[1], y, variances, bound, chunk_size, [*leaves_of(kernel), points, inputs])
 
 
 def kernel_projector(
@@ -189,9 +190,10 @@ class CollapsedGP(Module):
 
     def bound(self) -> Tensor:
         """The bound on the log evidence, summed over the data."""
-        leaves = [*self.covar_module.parameters(), *self.mean_module.parameters(), self.inducing_points, self.train_x]
+        inputs = stand_in(self.train_x)
+        leaves = [*leaves_of(self.covar_module, self.mean_module), (self.inducing_points, self.inducing_points), inputs]
         return chunked_bound(
-            self.projector(), self.train_x, self.train_y, self.train_noise, self.bound_name, self.chunk_size, leaves
+            self.projector(), inputs[1], self.train_y, self.train_noise, self.bound_name, self.chunk_size, leaves
         )
 
     @torch.no_grad()

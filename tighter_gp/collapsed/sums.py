@@ -15,7 +15,7 @@ from torch import Tensor
 from ..data import Rows
 from ..maths.bounds import PENALTIES
 from ..maths.collapsed import Collapsed, collapse, collapsed_log_prob
-from ..maths.fused import factor_gradient
+from ..maths.fused import factor_gradient, once_differentiable
 from ..maths.linalg import full_precision, project, residual_variance, solve_lower_transposed
 from ..modes import chunks
 from ..prior import PriorBlocks, Projection, Projector
@@ -79,8 +79,47 @@ class _Chunk(NamedTuple):
     residual: Tensor
 
 
+# A tensor of the caller, and what the prior is computed from in its place: the same, or a copy without its graph.
+Leaf = tuple[Tensor, Tensor]
+
+
+def leaves_of(*modules: torch.nn.Module) -> list[Leaf]:
+    """The parameters of the prior's modules, each once.
+
+    :raises TypeError: If a module has a tensor with a graph in place of a parameter, which would get no gradient.
+    """
+    for child in {id(child): child for module in modules for child in module.modules()}.values():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise TypeError(
+                    f"{name} of {type(child).__name__} is a tensor with a gradient and no parameter, which a collapsed bound in "
+                    "chunks does not follow: use TighterInducingPointKernel, or tighter_gp.bounds."
+                )
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    return [(parameter, parameter) for parameter in parameters.values()]
+
+
+def stand_in(tensor: Tensor) -> Leaf:
+    """A tensor and a copy that depends on no other leaf, as inducing points may on inputs."""
+    return tensor, tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class _KnownBound(torch.autograd.Function):
+    """A value whose derivatives are at hand."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad.to(gradient) * gradient for gradient in ctx.gradients)
+
+
 def chunked_bound(
-    projector: Projector, x: Tensor, y: Tensor, noise: Tensor, bound: str, chunk_size: int, leaves: list[Tensor]
+    projector: Projector, x: Tensor, y: Tensor, noise: Tensor, bound: str, chunk_size: int, leaves: list[Leaf]
 ) -> Tensor:
     r"""A collapsed bound of one model, summed over the data, whose derivative is written out.
 
@@ -96,8 +135,8 @@ def chunked_bound(
     :param leaves: The tensors that the prior depends on; gradients flow into them, ``y`` and ``noise``.
     :return: A scalar; it cannot be differentiated twice.
     """
-    needs_grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*leaves, y, noise))
-    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    leaves = [leaf for leaf in leaves if leaf[0].requires_grad]
+    needs_grad = torch.is_grad_enabled() and (bool(leaves) or y.requires_grad or noise.requires_grad)
     keeps = x.size(-2) * projector.num_inducing <= _KEPT
     with torch.no_grad(), full_precision(x.device.type):
         projector.settle(x[rows] for rows in chunks(x.size(-2), 65536))
@@ -117,10 +156,10 @@ def chunked_bound(
         penalty = PENALTIES[bound](sums.residual, noise.double())
         log_prob = collapsed_log_prob(value, core.log_det, noise.double().log().sum(), len(y))
         result = (log_prob - penalty).to(y.dtype)
-    for tensor, gradient in gradients:
-        along = (tensor * gradient.to(tensor.dtype)).sum()
-        result = result + (along - along.detach())
-    return result
+    if not gradients:
+        return result
+    tensors, slopes = zip(*gradients, strict=True)
+    return _KnownBound.apply(result, slopes, *tensors)
 
 
 def _walk(projector: Projector, x: Tensor, chunk_size: int, with_graph: bool) -> Iterator[_Chunk]:
@@ -151,7 +190,7 @@ def _derive(
     bound: str,
     core: Collapsed,
     residual: Tensor,
-    leaves: list[Tensor],
+    leaves: list[Leaf],
     needs_grad: bool,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     r"""The quadratic form as a sum of squares, and the bound's gradients.
@@ -165,7 +204,7 @@ def _derive(
     quadratic = weights.square().sum()
     inverse = torch.cholesky_inverse(core.factor) if needs_grad else None
     slope_d, slope_noise = _penalty_slope(bound, residual, noise.double())
-    sums = [torch.zeros_like(leaf) for leaf in leaves]
+    sums = [torch.zeros_like(leaf) for leaf, _ in leaves]
     outer = torch.zeros_like(core.factor)
     grad_y, grad_noise = torch.zeros_like(y), torch.zeros_like(noise)
     for rows, prior, matrix, _ in source:
@@ -196,10 +235,10 @@ def _derive(
             # With the last chunk: what K_ZZ and K_ZX give cancels, in their precision and not in that of the leaves.
             outputs.append(prior.inducing_covar)
             cotangents.append(factor_gradient(projector.factor, outer).to(prior.inducing_covar.dtype))
-        _add_gradients(sums, outputs, cotangents, leaves)
+        _add_gradients(sums, outputs, cotangents, [inner for _, inner in leaves])
     if inverse is None:
         return quadratic, []
-    found = [*zip(leaves, sums, strict=True), (y, grad_y), (noise, grad_noise)]
+    found = [*zip((leaf for leaf, _ in leaves), sums, strict=True), (y, grad_y), (noise, grad_noise)]
     return quadratic, [(tensor, gradient) for tensor, gradient in found if tensor.requires_grad]
 
 

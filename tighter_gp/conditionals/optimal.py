@@ -82,8 +82,9 @@ class OptimalConditional(Conditional):
             is_below = value < 0
             # Illinois: an end that stays put twice counts half, so that it too moves next time.
             stuck = is_bracketed & (is_below == was_below)
-            excess_above = torch.where(is_below, torch.where(stuck, 0.5, 1.0) * excess_above, value)
-            excess_below = torch.where(is_below, value, torch.where(stuck, 0.5, 1.0) * excess_below)
+            halved = [torch.where(stuck, 0.5 * end, end) for end in (excess_above, excess_below)]
+            excess_above = torch.where(is_below, halved[0], value)
+            excess_below = torch.where(is_below, value, halved[1])
             above, below = torch.where(is_below, above, x), torch.where(is_below, x, below)
             is_bracketed, was_below = is_bracketed | is_below, is_below
             secant = (above - below) / (excess_above - excess_below)

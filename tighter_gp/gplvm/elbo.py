@@ -240,10 +240,3 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
                 terms = self._terms(x, q_x, rows_of_y[rows], seen, index, **kwargs)
                 total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
         return total
-
-
-def where_observed(function: Any, observations: Tensor, function_dist: MultivariateNormal, **kwargs: Any) -> Tensor:
-    """A likelihood's value at the observed targets and zero elsewhere; only valid targets are put in."""
-    observed = ~torch.isnan(observations)
-    value = function(filled(observations, observed), function_dist, **kwargs)
-    return torch.where(observed, value, torch.zeros_like(value))

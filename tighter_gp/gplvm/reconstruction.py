@@ -13,10 +13,10 @@ from torch.distributions import Normal
 
 from ..draws import standard_normal
 from ..modes import chunks, temporary_mode
-from ..predictions import predict
+from ..predictions import distribution_of_y, predict
+from ..predictions import log_density as entry_density
 from ..strategies import TighterStrategy
 from .data import as_observed, check_count
-from .elbo import where_observed
 
 
 class Reconstruction(NamedTuple):
@@ -91,12 +91,11 @@ def reconstruct(
     with temporary_mode(model, False):
         for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
-            q_y = model.likelihood(_decode(model, points.flatten(0, 1)))
-            # Draws of x, and of f where the likelihood has no closed marginal, are one mixture.
-            shape = (-1, model.num_outputs, points.size(0), points.size(1))
-            mean, variance = (moment.reshape(shape).movedim(-2, 1).flatten(0, 1) for moment in (q_y.mean, q_y.variance))
-            means[rows] = mean.mean(0).mT
-            variances[rows] = (variance.mean(0) + mean.var(0, correction=0)).mT
+            y = distribution_of_y(model.likelihood, _decode(model, points.flatten(0, 1)))
+            shape = (model.num_outputs, points.size(0), points.size(1))
+            mean, variance = (moment.reshape(shape) for moment in (y.mean, y.variance))
+            means[rows] = mean.mean(1).mT
+            variances[rows] = (variance.mean(1) + mean.var(1, correction=0)).mT
     return Reconstruction(means, variances)
 
 
@@ -137,7 +136,7 @@ def log_density(
             points = _draws(x, rows, num_samples, generator)
             q_f = _decode(model, points.flatten(0, 1))
             repeated = targets[rows].mT.repeat(1, num_samples)
-            value = where_observed(model.likelihood.log_marginal, repeated, q_f)
+            value = entry_density(model.likelihood, q_f, repeated)
             value = value.reshape(model.num_outputs, num_samples, -1).logsumexp(1) - math.log(num_samples)
             values[rows] = value.mT
     return torch.where(torch.isnan(targets), torch.full_like(targets, torch.nan), values)

@@ -143,7 +143,10 @@ class TighterInducingPointKernel(InducingPointKernel):
             )
         if jitter_val < 0:
             raise ValueError(f"jitter_val must not be negative; got {jitter_val}.")
-        super().__init__(base_kernel, inducing_points, likelihood, active_dims)
+        if not torch.is_tensor(inducing_points):
+            raise TypeError(f"inducing_points must be a tensor; got {type(inducing_points).__name__}.")
+        # A copy: GPyTorch's parameter would share its memory, perhaps with the training inputs.
+        super().__init__(base_kernel, inducing_points.detach().clone(), likelihood, active_dims)
         self.bound = bound
         self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val

@@ -39,13 +39,32 @@ def has_own(likelihood: Any, *names: str) -> bool:
     return any(not getattr(type(likelihood), name).__module__.startswith("gpytorch.") for name in names)
 
 
+def has_closed_form(likelihood: Any, name: str) -> bool:
+    """Whether a likelihood has a method for its moments, and no class derived from its owner has changed the density since."""
+    for kind in type(likelihood).__mro__:
+        if name in vars(kind):
+            return True
+        if vars(kind).keys() & {"forward", "expected_log_prob"}:
+            return False
+    return False
+
+
+def has_own_noise(likelihood: Any) -> bool:
+    """Whether the noise of a Gaussian likelihood may be another than its ``noise``: by a method or a noise model of your own."""
+    model = getattr(likelihood, "noise_covar", None)
+    return has_own(likelihood, "_shaped_noise_covar") or (model is not None and has_own(model, "forward"))
+
+
 def is_log_concave(likelihood: Any) -> bool:
     r"""Whether :math:`\log p(y \mid f)` is known to be concave in :math:`f`.
 
-    A likelihood of your own says so with an attribute ``is_log_concave = True``.
+    A likelihood of your own says so with an attribute ``is_log_concave = True``; of one that changes the density of one of
+    GPyTorch's nothing is known.
     """
     declared = getattr(likelihood, "is_log_concave", None)
-    return isinstance(likelihood, _LOG_CONCAVE) if declared is None else bool(declared)
+    if declared is not None:
+        return bool(declared)
+    return isinstance(likelihood, _LOG_CONCAVE) and not has_own(likelihood, "forward", "expected_log_prob")
 
 
 def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.Size, **kwargs: Any) -> Tensor:
@@ -55,7 +74,7 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch, ``tasks=``
         the task of each of them for :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`.
     """
-    is_own = has_own(likelihood, "_shaped_noise_covar")
+    is_own = has_own_noise(likelihood)
     if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         return _fixed_noise(likelihood, event_shape, **kwargs)
     if isinstance(likelihood, getattr(likelihoods, "HadamardGaussianLikelihood", ())) and not is_own:
@@ -90,7 +109,18 @@ def _noise_of_tasks(likelihood: Any, event_shape: torch.Size, tasks: Tensor | No
             f"{type(likelihood).__name__} needs the task of each point, also if it is a column of the inputs: pass tasks=, "
             f"integers of shape {tuple(event_shape)}; got {came}."
         )
-    return likelihood.noise[..., tasks.long()]
+    return likelihood.noise[..., check_tasks(tasks, likelihood)]
+
+
+def check_tasks(tasks: Tensor, likelihood: Any) -> Tensor:
+    """Tasks as positions among the likelihood's noises, or an error: -1 would count from the end, 0.7 be rounded."""
+    values, count = host_values(tasks), likelihood.noise.size(-1)
+    if values is not None and values.size and not ((values >= 0) & (values < count) & (values == values.round())).all():
+        raise ValueError(
+            f"tasks= of {type(likelihood).__name__} must be integers from 0 to {count - 1}; got values from {values.min()} to "
+            f"{values.max()}."
+        )
+    return tasks.long()
 
 
 def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tensor | None:
@@ -141,7 +171,7 @@ def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, *
     :class:`~gpytorch.likelihoods.SoftmaxLikelihood` has features transposed. Here correlated tasks are drawn together,
     and no batch is transposed; otherwise the draws are GPyTorch's. A Laplace likelihood has a closed form.
     """
-    if hasattr(likelihood, "expected_log_prob_of_moments"):
+    if has_closed_form(likelihood, "expected_log_prob_of_moments"):
         is_multitask = isinstance(q, MultitaskMultivariateNormal)
         variance = marginal_variance(q) if is_multitask else q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
         return likelihood.expected_log_prob_of_moments(targets, q.mean, variance)

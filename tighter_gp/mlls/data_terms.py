@@ -14,7 +14,7 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from ..arguments import check_arguments
-from ..carrier import Carrier, iter_carriers
+from ..carrier import Carrier, iter_carriers, mixes_points
 from ..checks import check_device, host_values
 from ..conditionals import Conditional, OptimalConditional
 from ..data import signed
@@ -25,6 +25,7 @@ from ..likelihoods.properties import (
     expected_log_prob,
     filled,
     gaussian_noise,
+    has_closed_form,
     is_gaussian,
     is_sampled,
     observed,
@@ -112,20 +113,20 @@ def carried_terms(
             return DataTerms(*fused_gaussian_terms(target, q.mean, carrier.explained, carrier.residual, noise, beta))
 
     # kept: what the conditional leaves of the residual variance, m_n d_n
+    seen = None if mask is None else _of_functions(mask, likelihood, q)
     if conditional.is_learned:
-        scale = conditional.scale(carrier.residual, index=carrier.index)
-        kept, penalty = scale * carrier.residual, conditional.penalty(carrier.residual, index=carrier.index)
-        penalty = penalty.expand_as(carrier.residual)
+        scale, penalty = carrier.chosen or _chosen(carrier)
+        kept = scale * carrier.residual
         if mask is not None or q.lazy_covariance_matrix is not carrier:
             # Nothing is paid where no observation sees the function.
-            seen = torch.ones_like(q.mean) if mask is None else mask.to(q.mean.dtype)
-            penalty = penalty * (together(pull_back(q, carrier, seen), copied) > 0)
+            weights = torch.ones_like(q.mean) if seen is None else seen.to(q.mean.dtype)
+            penalty = penalty * (together(pull_back(q, carrier, weights), copied) > 0)
     elif gaussian:
         # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
         precision = together(pull_back(q, carrier, _masked(noise.reciprocal(), mask)), copied) / beta
         kept, penalty = conditional.optimum(carrier.residual, precision, carrier.blocks)
     elif isinstance(conditional, OptimalConditional) and not conditional.is_gaussian_only:
-        curvature = _curvature(likelihood, q, carrier, target, mask, **kwargs)
+        curvature = _curvature(likelihood, q, carrier, target, mask, seen, **kwargs)
         # Samples cost more and know less.
         num_steps = min(conditional.num_steps, 3) if is_sampled(likelihood) else conditional.num_steps
         scale = conditional.solve(carrier.residual, lambda m: _divided(together(curvature(m), copied), beta), num_steps)
@@ -149,12 +150,37 @@ def carried_terms(
     )
 
 
+def _chosen(carrier: Carrier) -> tuple[Tensor, Tensor]:
+    """Scales of a learned conditional and their price, for a q(f) of eval mode."""
+    conditional, residual = carrier.strategy.conditional, carrier.residual
+    scale, penalty = (
+        choose(residual, index=carrier.index).expand_as(residual) for choose in (conditional.scale, conditional.penalty)
+    )
+    return scale, penalty
+
+
+def _of_functions(mask: Tensor, likelihood: Any, q: MultivariateNormal) -> Tensor:
+    """Which functions are observed, in the shape of q's mean: with one label per point all of a point or none."""
+    is_label = isinstance(likelihood, SoftmaxLikelihood) or mask.shape[-len(q.event_shape) :] != q.event_shape
+    return (mask.unsqueeze(-1) if is_label and len(q.event_shape) > 1 else mask).expand_as(q.mean)
+
+
 def _curvature(
-    likelihood: Any, q: MultivariateNormal, carrier: Carrier, target: Tensor, mask: Tensor | None, **kwargs: Any
+    likelihood: Any,
+    q: MultivariateNormal,
+    carrier: Carrier,
+    target: Tensor,
+    mask: Tensor | None,
+    seen: Tensor | None,
+    **kwargs: Any,
 ) -> Callable[[Tensor], Tensor]:
-    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
+    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph.
+
+    :param mask: Which targets are observed.
+    :param seen: The same of functions.
+    """
     explained, residual = carrier.explained, carrier.residual
-    if hasattr(likelihood, "curvature_of_moments") and mask is None and q.lazy_covariance_matrix is carrier:
+    if has_closed_form(likelihood, "curvature_of_moments") and mask is None and q.lazy_covariance_matrix is carrier:
         known = likelihood.curvature_of_moments(target, q.mean.detach())
         return lambda scale: known(torch.addcmul(explained, scale, residual))
 
@@ -175,8 +201,9 @@ def _curvature(
         samples = place_samples(with_variance(q, explained + scale * residual), draws)
         curvature = mean_curvature(likelihood, target, q, samples, **kwargs)
         if correlates_tasks(q):
-            return pull_back(q, carrier, curvature, task_covariance)
-        return pull_back(q, carrier, _masked(curvature, mask))
+            both = None if seen is None else seen.unsqueeze(-1) & seen.unsqueeze(-2)
+            return pull_back(q, carrier, _masked(curvature, both), task_covariance)
+        return pull_back(q, carrier, _masked(curvature, seen))
 
     return by_samples
 
@@ -201,6 +228,12 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
         )
     if len(carriers) > 1:
         raise TypeError(f"TighterELBO needs q(f) from one strategy; this one mixes {len(carriers)}.")
+    if mixes_points(q.lazy_covariance_matrix):
+        raise TypeError(
+            "This q(f) mixes points, as sums over an area do: their variances depend on covariances between points, which a "
+            "tighter q(f|u) would change too. Use gpytorch.mlls.VariationalELBO for the standard bound, with conditional="
+            "'optimal'."
+        )
     if isinstance(likelihood, SoftmaxLikelihood) and not isinstance(q, MultitaskMultivariateNormal):
         raise TypeError(
             "SoftmaxLikelihood needs one function per class for each point: wrap the strategy in "

@@ -21,6 +21,7 @@ from ..data import as_tensor
 from ..draws import seeded
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
+from .given_f import support
 from .marginals import (
     BinaryMarginal,
     ClassesMarginal,
@@ -28,7 +29,6 @@ from .marginals import (
     Marginal,
     SeveralFunctionsMarginal,
     make_marginal,
-    support,
 )
 from .pointwise import FunctionValues, add_noise, function_values, is_gaussian
 

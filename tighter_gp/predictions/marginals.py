@@ -22,21 +22,11 @@ import torch
 from gpytorch import likelihoods
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
-from torch.distributions import (
-    Bernoulli,
-    Beta,
-    Binomial,
-    Categorical,
-    Distribution,
-    Geometric,
-    Independent,
-    NegativeBinomial,
-    Poisson,
-    StudentT,
-)
+from torch.distributions import Bernoulli, Categorical, Distribution
 from torch.special import log_ndtr, ndtr
 
-from ..maths.quadrature import incomplete_beta, log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
+from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
+from .given_f import conditional_cdf, conditional_density, entries, support
 from .pointwise import FunctionValues, is_gaussian
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -178,7 +168,7 @@ class OneFunctionMarginal(Marginal):
 
         def function(y: Tensor) -> tuple[Tensor, Tensor]:
             value = (weights * cdf(y)).sum(0)
-            return value, value if self.is_discrete else (weights * _density(conditional, y)).sum(0)
+            return value, value if self.is_discrete else (weights * conditional_density(conditional, y)).sum(0)
 
         return function
 
@@ -320,7 +310,7 @@ class SeveralFunctionsMarginal(Marginal):
         if cdf is None:
             return None
         shaped = weights.reshape(-1, *(1 for _ in conditional.mean.shape[1:]))
-        return lambda y: ((shaped * cdf(y)).sum(0), (shaped * _density(conditional, y)).sum(0))
+        return lambda y: ((shaped * cdf(y)).sum(0), (shaped * conditional_density(conditional, y)).sum(0))
 
 
 class ClassesMarginal(SeveralFunctionsMarginal):
@@ -382,7 +372,7 @@ def make_marginal(
         raise TypeError(
             f"{type(likelihood).__name__}.forward must return a distribution; got {type(conditional).__name__}."
         )
-    base = conditional.base_dist if isinstance(conditional, Independent) else conditional
+    base = entries(conditional)
     if isinstance(base, Categorical):
         return ClassesMarginal(*given)
     if f.is_several and not isinstance(likelihood, _OneDimensionalLikelihood):
@@ -397,57 +387,6 @@ _CLOSED_FORMS: tuple[tuple[Any, Callable[..., Marginal]], ...] = (
     (likelihoods.LaplaceLikelihood, LaplaceMarginal),
     (likelihoods.StudentTLikelihood, StudentTMarginal),
 )
-
-
-def conditional_cdf(conditional: Distribution) -> Callable[[Tensor], Tensor] | None:
-    """The distribution function of p(y|f), with those that torch lacks; None if there is none.
-
-    :param conditional: p(y|f).
-    """
-    if isinstance(conditional, Independent):
-        return conditional_cdf(conditional.base_dist)
-    if isinstance(conditional, Poisson):
-        rate = conditional.rate
-        return lambda y: torch.special.gammaincc((y + 1).expand(rate.shape), rate)
-    if isinstance(conditional, NegativeBinomial):
-        count, probs = conditional.total_count, conditional.probs
-        return lambda y: incomplete_beta(count, y + 1, 1 - probs)
-    if isinstance(conditional, Binomial):
-        total, probs = conditional.total_count, conditional.probs
-        return lambda y: torch.where(y < total, incomplete_beta((total - y).clamp_min(1), y + 1, 1 - probs), 1.0)
-    if isinstance(conditional, Geometric):
-        probs = conditional.probs
-        return lambda y: -torch.expm1((y + 1) * torch.log1p(-probs))
-    if isinstance(conditional, StudentT):
-        return lambda y: _student_t_cdf(conditional.df, (y - conditional.loc) / conditional.scale)
-    if isinstance(conditional, Beta):
-        a, b = conditional.concentration1, conditional.concentration0
-        return lambda y: incomplete_beta(a, b, y.clamp(0, 1))
-    if type(conditional).cdf is Distribution.cdf:
-        return None
-
-    def cdf(y: Tensor) -> Tensor:
-        inside, mean = support(conditional).check(y), conditional.mean
-        return torch.where(inside, conditional.cdf(torch.where(inside, y, mean)), (y > mean).to(mean))
-
-    return cdf
-
-
-def _student_t_cdf(df: Tensor, t: Tensor) -> Tensor:
-    tail = 0.5 * incomplete_beta(df / 2, torch.full_like(df, 0.5), df / (df + t.square()))
-    return torch.where(t > 0, 1 - tail, tail)
-
-
-def support(conditional: Distribution) -> Any:
-    """The values that each entry of y can have."""
-    return (conditional.base_dist if isinstance(conditional, Independent) else conditional).support
-
-
-def _density(conditional: Distribution, y: Tensor) -> Tensor:
-    """Zero outside the support."""
-    base = conditional.base_dist if isinstance(conditional, Independent) else conditional
-    inside = support(conditional).check(y)
-    return torch.where(inside, base.log_prob(torch.where(inside, y, base.mean)).exp(), 0.0)
 
 
 def _total_moments(conditional: Distribution, weights: Tensor) -> tuple[Tensor, Tensor]:

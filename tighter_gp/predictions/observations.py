@@ -12,7 +12,7 @@ from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
 from ..checks import check_device
-from ..data import Rows, input_rows, num_rows, reference
+from ..data import Rows, check_kind, input_rows, num_rows, reference
 from ..modes import chunks, temporary_mode
 from .distribution import PredictiveDistribution, check_arguments
 from .latent import predict
@@ -65,6 +65,8 @@ def predict_y(
         shape = np.shape(value)
         if shape and shape[-1] != num_points:
             raise ValueError(f"{name}= must have one value per point, {num_points}; got {tuple(shape)}.")
+        if shape:
+            check_kind(name, value)
     is_deep = isinstance(model, DeepGP)
     hidden_samples = (num_samples or 64) if is_deep else None
     f = function_values(predict(model, x, batch_size=batch_size, num_samples=hidden_samples, seed=seed))

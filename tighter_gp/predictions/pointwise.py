@@ -22,7 +22,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..likelihoods.properties import has_own
+from ..likelihoods.properties import check_tasks, has_own, has_own_noise
 
 
 class FunctionValues(NamedTuple):
@@ -172,7 +172,7 @@ def add_noise(
     :param tasks: For :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`: the task of each point, ``N``.
     """
     mean = f.mean
-    is_own = has_own(likelihood, "_shaped_noise_covar")
+    is_own = has_own_noise(likelihood)
     if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         if noise is None:
             raise ValueError(
@@ -223,7 +223,7 @@ def _task_of_each_point(likelihood: Any, inputs: Tensor | None, tasks: Any, mean
                 "likelihood with task_feature_index=."
             )
         tasks = inputs[..., likelihood.task_feature_index]
-    tasks = torch.as_tensor(tasks, device=mean.device).long().reshape(-1)
+    tasks = check_tasks(torch.as_tensor(tasks, device=mean.device), likelihood).reshape(-1)
     if len(tasks) != mean.size(-1):
         raise ValueError(f"tasks= must have one value per point, {mean.size(-1)}; got {len(tasks)}.")
     return tasks

@@ -32,7 +32,7 @@ from ..maths.linalg import full_precision, project
 from ..maths.moments import Whitened, explained_root, projected_moments
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
-from .distributions import parameters_of, set_to_prior, standard_normal, to_whitened, whiten
+from .distributions import is_untouched, parameters_of, set_to_prior, standard_normal, to_whitened, whiten
 from .fantasies import FantasyGP, make_fantasy_gp
 from .paths import register_paths
 
@@ -59,13 +59,18 @@ class TighterStrategy(VariationalStrategy):
     ) -> None:
         super().__init__(model, inducing_points, variational_distribution, learn_inducing_locations, jitter_val)
         self.conditional = make_conditional(conditional, variational_distribution.batch_shape, self.inducing_points)
-        if self.conditional.is_learned:
-            self.register_added_loss_term("conditional")
-            self.update_added_loss_term("conditional", ConditionalAddedLossTerm(self))
         self._initialized_key: tuple = ()
         self._warned: set[str] = set()
         self._empty_caches()
         register_paths(TighterStrategy)  # again in train: BoTorch may be loaded later
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "conditional":  # at any time: an objective must know that there is a price
+            self._added_loss_terms.pop(name, None)
+            if value.is_learned:
+                self.register_added_loss_term(name)
+                self.update_added_loss_term(name, ConditionalAddedLossTerm(self))
 
     def train(self, mode: bool = True) -> TighterStrategy:
         register_paths(TighterStrategy)
@@ -175,7 +180,7 @@ class TighterStrategy(VariationalStrategy):
         raise_if_not_finite(x)
         if not bool(flags[1]):
             for distribution in self.distributions:
-                if any(parameter.requires_grad for parameter in distribution.parameters()):  # else it was set by hand
+                if is_untouched(distribution):
                     set_to_prior(distribution)
             self.mark_initialized()
         if not bool(flags[0]):
@@ -282,9 +287,10 @@ class TighterStrategy(VariationalStrategy):
         residual: Tensor,
         index: Tensor | None,
     ) -> Carrier:
-        conditional, scale = self.conditional, None
+        conditional, scale, chosen = self.conditional, None, None
         if self.training and conditional.is_learned:
             scale = conditional.scale(residual, index=index).expand_as(residual)
+            chosen = scale, conditional.penalty(residual, index=index).expand_as(residual)
         blocks = None
         if conditional.needs_blocks and (
             self.training or index is not None or residual.size(-1) == conditional.num_data
@@ -295,11 +301,18 @@ class TighterStrategy(VariationalStrategy):
 
         # What the kernel is evaluated with when somebody asks.
         jitter = self.jitter_val
+        # By value, as for caches; in training by version alone, where a copy per step would cost.
+        versions = [(p.data_ptr(), p._version) for p in self._hyperparameters()] if self.training else []
         known = None if self.training else [parameter.detach().clone() for parameter in self._hyperparameters()]
 
         def dense() -> Tensor:
             check_device(residual, self.inducing_points.device, "This q(f) was made")
-            if known is not None and not all(map(same_values, known, self._hyperparameters())):
+            current = list(self._hyperparameters())
+            if known is None:
+                is_same = versions == [(p.data_ptr(), p._version) for p in current]
+            else:
+                is_same = all(map(same_values, known, current))
+            if not is_same:
                 raise RuntimeError(
                     "The hyperparameters of the model have changed since this q(f) was made, and its covariance is computed when "
                     "it is asked for: call the model again, or ask before you change them."
@@ -317,7 +330,7 @@ class TighterStrategy(VariationalStrategy):
             return covar.to(residual.dtype)
 
         variance = explained + (residual if scale is None else scale * residual)
-        return Carrier(variance, dense, explained, residual, self, index, blocks)
+        return Carrier(variance, dense, explained, residual, self, index, blocks, chosen=chosen)
 
     def _hyperparameters(self) -> Iterator[Tensor]:
         """The parameters of the prior."""

@@ -83,6 +83,19 @@ def standard_normal(*distributions: _VariationalDistribution) -> MultivariateNor
 
 
 @torch.no_grad()
+def is_untouched(distribution: _VariationalDistribution) -> bool:
+    """Whether q(u) is as it was made: nothing of it was set by hand, or is not to be trained."""
+    parameters = list(distribution.parameters())
+    if not all(parameter.requires_grad for parameter in parameters):
+        return False
+    if not type(distribution).__module__.startswith("gpytorch."):
+        return True  # a class of your own, which may be made with other arguments
+    with parameters[0].device:
+        fresh = type(distribution)(distribution.num_inducing_points, batch_shape=distribution.batch_shape)
+    return all(torch.equal(p, other.to(p)) for p, other in zip(parameters, fresh.parameters(), strict=True))
+
+
+@torch.no_grad()
 def set_to_prior(distribution: _VariationalDistribution) -> None:
     """Start from the whitened prior, with GPyTorch's noise on the mean."""
     if not isinstance(distribution, (NaturalVariationalDistribution, TrilNaturalVariationalDistribution)):
