@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 
@@ -267,6 +268,49 @@ def test_a_conditional_that_is_put_in_later_has_its_price():
 # -- data ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("look", ["fit", "evaluate_bound"])
+@pytest.mark.parametrize("kind", ["sgpr", "collapsed"])
+def test_a_column_of_targets_is_refused_by_collapsed_models(look, kind):
+    likelihood, kernel = make_noise(0.3), make_kernel("rbf", 1.0, torch.ones(P.x.size(-1)))
+    y = P.y.unsqueeze(-1)
+    if kind == "sgpr":
+        model = CollapsedGP(P.x, y, P.z, kernel, likelihood)
+    elif look == "fit":
+        pytest.skip("its constructor refuses them")
+    else:
+        model = tighter_gp.CollapsedGP(P.x, P.y, P.z, kernel, likelihood)
+    calls = {
+        "fit": lambda: tighter_gp.fit(model, likelihood, steps=1),
+        "evaluate_bound": lambda: tighter_gp.evaluate_bound(model, likelihood, P.x, y),
+    }
+    with pytest.raises(ValueError, match=r"got shape \(|got \(\d+, 1\)"):
+        calls[look]()
+
+
+@pytest.mark.parametrize("look", ["fit", "evaluate_bound"])
+def test_the_standard_bound_of_several_outputs_with_a_likelihood_of_one_is_refused(look):
+    torch.manual_seed(0)
+    x = 4 * torch.rand(40, 2)
+    y = (torch.stack([torch.sin(2 * x[:, 0]), x[:, 1] - 2], 1) > 0).double()
+    likelihood = gpytorch.likelihoods.BernoulliLikelihood()
+    model = tighter_gp.models.MultiOutputRegression(2, x, num_inducing=5, likelihood=likelihood)
+    options = {"steps": 1} if look == "fit" else {}
+    with pytest.raises(ValueError, match=r"must have one value; got shape .* need TighterELBO"):
+        getattr(tighter_gp, look)(model, likelihood, x, y, objective=VariationalELBO, **options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 3.5), ("epochs", "3"), ("batch_size", 64.0)])
+def test_counts_are_whole_numbers(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number; got {value!r}"):
+        tighter_gp.fit(gp(), make_noise(0.3), P.x, P.y, **{name: value})
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(context):
+    with context(), pytest.raises(RuntimeError, match=r"outside of torch\.no_grad"):
+        tighter_gp.fit(gp(), make_noise(0.3), P.x, P.y, steps=1)
+
+
 def test_inducing_points_of_a_kernel_do_not_share_memory_with_the_inputs():
     x = P.x.clone()
     model = CollapsedGP(x, P.y, x[:M], make_kernel("rbf", 1.0, torch.ones(x.size(-1))), make_noise(0.3))
@@ -399,6 +443,17 @@ def test_densities_and_reconstructions_of_a_gplvm_are_those_of_its_likelihood(ki
 
 
 # -- jitter -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_noise_near_the_jitter_is_said(caplog):
+    likelihood = make_noise(2e-4)
+    model = gp(jitter_val=1e-4)
+    with caplog.at_level(logging.WARNING, "tighter_gp"):
+        tighter_gp.fit(model, likelihood, P.x, P.y, steps=1, lr=1e-9)
+        assert "is near the jitter, 0.0001" in caplog.text
+        caplog.clear()
+        tighter_gp.fit(gp(jitter_val=1e-6), make_noise(0.3), P.x, P.y, steps=1)
+        assert "jitter" not in caplog.text
 
 
 def test_what_the_jitter_costs_is_not_put_down_to_q():

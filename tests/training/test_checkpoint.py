@@ -141,6 +141,26 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
     assert count.steps == [6, 7, 8]
 
 
+@pytest.mark.parametrize("natural", [0.5, False])
+def test_a_run_that_ended_with_its_best_parameters_is_prolonged_from_its_last_ones(tmp_path, natural):
+    options = {"lr": 0.8, "schedule": "constant", "natural_gradients": natural, "batch_size": 16, "resume": True}
+    options |= {"validation": data(19), "validate_every": 1, "patience": 99}
+
+    def run_to(steps, name):
+        fresh = problem()
+        return fit(*fresh, *data(), steps=steps, checkpoint=tmp_path / name, **options), parameters(*fresh)
+
+    short, _ = run_to(5, "run.pt")
+    assert short.best_step < short.steps  # the best parameters are not the last
+    prolonged, ended = run_to(9, "run.pt")
+    whole, expected = run_to(9, "whole.pt")
+    assert prolonged.loss == whole.loss
+    assert prolonged.validation == whole.validation
+    assert torch.equal(ended, expected)
+    _, again = run_to(9, "run.pt")  # finished before: nothing is trained
+    assert torch.equal(again, expected)
+
+
 def test_resume_without_a_file_starts_anew(tmp_path):
     x, y = data()
     model, likelihood = problem()
@@ -553,6 +573,33 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_same_numbers_come(tmp_path, m
     resumed = fit(*problem(), *data(), resume=True, **options)
     assert resumed.loss == whole.loss
     assert resumed.validation == whole.validation
+
+
+class Drawing(tighter_gp.TighterELBO):
+    """Uses random numbers, as a sampled likelihood does."""
+
+    def forward(self, *args, **kwargs):
+        torch.rand(3)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_sampled_score_is_the_same_after_ctrl_c(tmp_path, monkeypatch):
+    options = {"steps": 5, "validation": data(19), "validate_every": 1, "objective": Drawing}
+    interrupts = []
+
+    def sampled(*args):
+        value = torch.rand(()).item()
+        if interrupts:
+            raise interrupts.pop()
+        return value
+
+    monkeypatch.setattr(run, "score", sampled)
+    whole = fit(*problem(), *data(), **options)
+    interrupts.append(KeyboardInterrupt)
+    options |= {"checkpoint": tmp_path / "run.pt"}
+    with pytest.raises(KeyboardInterrupt):
+        fit(*problem(), *data(), **options)
+    assert fit(*problem(), *data(), resume=True, **options).validation == whole.validation
 
 
 def test_ctrl_c_without_a_path_is_only_an_interrupt(tmp_path, monkeypatch):

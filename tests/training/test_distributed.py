@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import gpytorch
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,6 +153,29 @@ def at_once() -> dict[str, torch.Tensor]:
     }
 
 
+def counts() -> dict[str, torch.Tensor]:
+    """Counts so large that natural steps are taken back, by the loss of all processes."""
+    x, _ = data()
+    y = torch.arange(N) % 3 + 60.0 * (torch.arange(N) % 8 == 0)
+    model, likelihood = problem()[0], tighter_gp.likelihoods.PoissonLikelihood()
+    history = fit(model, likelihood, x, y, steps=8, batch_size=7, natural_gradients=1.0)
+    return {"loss": torch.tensor(history.loss), **values(model, likelihood)}
+
+
+def last_batch() -> dict[str, torch.Tensor]:
+    """Batches of which the last has one point, for two processes."""
+    model, likelihood = problem()
+    history = fit(model, likelihood, *data(), steps=6, batch_size=11)
+    return {"loss": torch.tensor(history.loss), **values(model, likelihood)}
+
+
+def learned_beta() -> dict[str, torch.Tensor]:
+    """A conditional whose start comes from the curvature of the first batch, of which each process has a part."""
+    model, likelihood = problem(initialised=False, conditional="beta")[0], gpytorch.likelihoods.LaplaceLikelihood()
+    history = fit(model, likelihood, *data(), steps=4, batch_size=7)
+    return {"loss": torch.tensor(history.loss), **values(model, likelihood)}
+
+
 def wrapper(rank: int) -> dict[str, torch.Tensor]:
     """Gradients by torch's own wrapper.
 
@@ -195,6 +219,8 @@ def worker(rank: int, folder: str) -> None:
     history = fit(model, likelihood, DataLoader(TensorDataset(x, y), batch_sampler=PARTS[rank]), steps=6, lr=0.05)
     results["loader"] = {"loss": torch.tensor(history.loss)}
     results["visited"], results["refused"], results["at once"] = visited(rank), refused(folder), at_once()
+
+    results |= {"counts": counts(), "last batch": last_batch(), "learned beta": learned_beta()}
     results["wrapper"] = wrapper(rank)
     torch.save(results, f"{folder}/results{rank}.pt")
     dist.destroy_process_group()
@@ -268,6 +294,17 @@ def test_a_failure_in_one_process_skips_the_step_in_all(two):
     assert bool(loss[3:].isfinite().all())
     second["failing"].pop("loss")
     assert_same(first["failing"], second["failing"], 0)
+
+
+@pytest.mark.parametrize("case", [counts, last_batch, learned_beta])
+def test_processes_decide_by_the_whole_batch(two, case, caplog):
+    (first, second), _ = two
+    name = case.__name__.replace("_", " ")
+    with caplog.at_level("WARNING", "tighter_gp"):
+        alone = case()
+    assert ("made the loss much worse" in caplog.text) == (case is counts)
+    assert_same(first[name], alone, 1e-7)
+    assert_same(first[name], second[name], 0)
 
 
 def test_uneven_batches_of_two_data_loaders_are_weighted(two):

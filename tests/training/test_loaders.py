@@ -86,6 +86,8 @@ class EverySecond(Sampler):
         ({"sampler": WeightedRandomSampler(torch.ones(N), 20)}, N),
         ({"shuffle": True}, N),
         ({}, N),
+        ({"drop_last": True}, N - N % 10),  # always the same rows
+        ({"drop_last": True, "shuffle": True}, N),
         ({"sampler": SubsetRandomSampler([*range(N), *range(N)])}, N),
         ({"batch_sampler": [[1, 2], [3, 4]]}, 4),
         ({"sampler": BatchSampler(SubsetRandomSampler(range(20)), 10, False), "batch_size": None}, 20),
@@ -264,7 +266,7 @@ def test_per_point_arguments_do_not_go_with_a_loader():
         fit(*problem(), loader, steps=1, noise=torch.ones(N))
 
 
-def test_the_generator_of_the_device_is_seeded_in_each_epoch(monkeypatch):
+def test_the_generator_of_the_device_is_seeded_for_each_batch(monkeypatch):
     seeds = []
     monkeypatch.setattr(loaders, "seed_generators", lambda seed, device: seeds.append((seed, device)))
     x, y = data()
@@ -272,7 +274,9 @@ def test_the_generator_of_the_device_is_seeded_in_each_epoch(monkeypatch):
     batches = source.iterate(0)
     for _ in range(3):
         next(batches)
-    assert len({seed for seed, _ in seeds}) == 2
+    assert (
+        len({seed for seed, _ in seeds}) == 4
+    )  # of two epochs, after the first batch, and at the end of the first epoch
     assert {device for _, device in seeds} == {x.device}
 
 
@@ -311,3 +315,51 @@ def test_a_loader_without_a_length_says_what_is_missing():
         fit(*problem(), DataLoader(Stream(), batch_size=16), steps=1)
     with pytest.raises(TypeError, match=r"neither a length nor a batch_size, .* give its dataset a length"):
         fit(*problem(), DataLoader(Stream(), batch_size=None), steps=1, num_data=N)
+
+
+class Jittered(torch.utils.data.Dataset):
+    """Rows with noise that is drawn when they are read."""
+
+    def __init__(self, seen):
+        self.x, self.y = data()
+        self.seen = seen
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, row):
+        noise = 0.1 * torch.randn(())
+        self.seen.append(noise.item())
+        return self.x[row] + noise, self.y[row]
+
+
+def test_a_dataset_that_draws_draws_other_numbers_in_each_step(tmp_path):
+    seen, again = [], []
+    options = {"steps": 9, "lr": 0.05, "seed": 3}
+    whole = fit(*problem(), DataLoader(Jittered(seen), batch_size=16, shuffle=True), **options).loss
+    assert len(set(seen[16:])) == len(seen[16:])  # the first batch is read twice, to set q(u)
+    torch.rand(5)  # whatever the global random state
+    assert fit(*problem(), DataLoader(Jittered(again), batch_size=16, shuffle=True), **options).loss == whole
+    assert seen == again
+    options |= {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 2}
+    loader = DataLoader(Jittered([]), batch_size=16, shuffle=True)
+    with pytest.raises(Interrupted):
+        fit(*problem(), loader, callbacks=[interrupt_at(6)], **options)
+    assert fit(*problem(), loader, resume=True, **options).loss == whole
+
+
+def test_items_of_several_rows_are_not_counted_as_points():
+    x, y = data()
+    items = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 50, 5)]
+    collate = lambda batch: tuple(torch.cat(parts) for parts in zip(*batch, strict=True))
+    loader = DataLoader(items, batch_size=4, collate_fn=collate)
+    with pytest.raises(ValueError, match=r"A batch of 4 items has 20 rows.*num_data="):
+        fit(*problem(), loader, steps=1)
+    fit(*problem(), loader, steps=1, num_data=50)
+
+
+def test_weights_are_no_index():
+    x, y = data()
+    loader = DataLoader(TensorDataset(x, y, torch.rand(N)), batch_size=10)
+    with pytest.raises(TypeError, match=r"index of its rows, integers; got torch\.float64"):
+        fit(*problem(), loader, steps=1)

@@ -772,3 +772,65 @@ def test_the_optimizer_halves_a_step_out_of_the_cone(caplog):
         NaturalGradient([mean, root], num_data=10, lr=0.5).step()
     assert len(caplog.records) == 1
     assert "taken: 0.25" in caplog.text
+
+
+class Shifted(GP):
+    """A trend outside of the GP, which its strategy does not see."""
+
+    def __call__(self, x, prior=False, **kwargs):
+        q = super().__call__(x, prior=prior, **kwargs)
+        return q if prior else q.__class__(q.mean + 3.0, q.lazy_covariance_matrix)
+
+
+def test_what_a_call_of_the_models_own_adds_is_part_of_the_slopes():
+    torch.manual_seed(0)
+    x = 4 * torch.rand(60, 1) - 2
+    y = torch.sin(3 * x[:, 0]) + 3 + 0.2 * torch.randn(60)
+    make = lambda model: tighter_gp.TighterVariationalStrategy(
+        model, x[::10].clone(), variational.CholeskyVariationalDistribution(6)
+    )
+    models = [Shifted(make), GP(make)]
+    likelihood = make_noise(0.1)
+    for model, targets in zip(models, (y, y - 3), strict=True):
+        for parameter in (*model.parameters(), *likelihood.parameters()):
+            parameter.requires_grad_(False)
+        for parameter in model.variational_strategy._variational_distribution.parameters():
+            parameter.requires_grad_(True)
+        tighter_gp.fit(model, likelihood, x, targets, steps=1, batch_size=None, natural_gradients=1.0)
+    found, expected = (moments_of(m.variational_strategy._variational_distribution) for m in models)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["cholesky", "natural", "mean_field"])
+def test_a_run_that_starts_from_a_trained_q_does_not_throw_it_away(form):
+    torch.manual_seed(0)
+    x = 4 * torch.rand(400, 1)
+    y = torch.sin(3 * x[:, 0]) + 0.1 * torch.randn(400)
+    model, likelihood = make_gp(x[::40].clone(), distribution=Q_FORMS[form]), make_noise(0.05)
+    bound = lambda: float(tighter_gp.evaluate_bound(model, likelihood, x, y)) / 400
+    tighter_gp.fit(model, likelihood, x, y, steps=100, batch_size=32)
+    trained = bound()
+    tighter_gp.fit(model, likelihood, x, y, steps=1, batch_size=32, lr=1e-9)
+    assert bound() > trained - 0.1
+
+
+def test_the_prior_knows_no_data_and_any_other_q_does():
+    entry = Entry(variational.CholeskyVariationalDistribution(5, batch_shape=torch.Size([2])))
+    assert not entry.knows_data()
+    entry.distributions[0].variational_mean.data.normal_(std=1e-3)
+    assert not entry.knows_data()
+    entry.distributions[0].variational_mean.data[1, 2] = 0.1
+    assert entry.knows_data()
+    wide = Entry(variational.MeanFieldVariationalDistribution(5))
+    assert not wide.knows_data()
+    wide.distributions[0]._variational_stddev.data[0] = 0.9
+    assert wide.knows_data()
+
+
+def test_inducing_points_move_where_each_batch_has_one_row():
+    torch.manual_seed(0)
+    x = torch.rand(30, 1)
+    model = make_gp(x[:4].clone())
+    before = model.variational_strategy.inducing_points.detach().clone()
+    tighter_gp.fit(model, make_noise(0.1), x, torch.sin(6 * x[:, 0]), steps=10, batch_size=1)
+    assert (model.variational_strategy.inducing_points - before).abs().max() > 1e-3

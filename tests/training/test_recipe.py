@@ -57,3 +57,11 @@ def test_inducing_points_move_in_units_of_the_spread_of_inputs():
     points = torch.randn(50, 3)
     assert natural_steps._spread(7 * points) == pytest.approx(7 * natural_steps._spread(points))
     assert natural_steps._spread(torch.tensor([[0.0, 1.0], [0.0, 3.0]])) == pytest.approx(0.5**0.5)
+
+
+def test_a_warm_start_has_no_first_step_of_size_one():
+    recipe = Recipe()
+    cold, warm = ([recipe.natural_size(step, 100, is_warm=w) for step in (0, 1, 9)] for w in (False, True))
+    assert cold == [1.0, 0.5, 0.2]
+    assert warm == [0.2, 0.2, 0.2]
+    assert recipe.natural_size(0, 100, full_batch=True, is_warm=True) == recipe.natural_full

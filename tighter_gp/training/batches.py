@@ -26,7 +26,9 @@ class Batch(NamedTuple):
     :param y: Targets.
     :param rows: Positions in the training set, shape ``B``; None if a DataLoader did not give them.
     :param kwargs: Arguments of the likelihood.
-    :param weight: Share of the whole batch, over all processes, that this part is; the shares sum to one.
+    :param weight: Share of the whole batch, over all processes, that this part is; the shares sum to one. A process without a
+        part of its own has a row of another's, with weight zero.
+    :param size: Points in the whole batch, over all processes.
     """
 
     x: Tensor | None
@@ -34,6 +36,7 @@ class Batch(NamedTuple):
     rows: Tensor | None
     kwargs: dict[str, Any]
     weight: float
+    size: int
 
 
 class BatchSource(ABC):
@@ -134,7 +137,7 @@ class ArrayBatches(BatchSource):
                 rows = order[first : first + self.batch_size]
                 own = rows[rank::world_size]
                 weight = len(own) / len(rows) if self.is_split else 1 / distributed.world_size()
-                yield self._batch(own if len(own) else rows[:1], weight, device)
+                yield self._batch(own if len(own) else rows[:1], weight, len(rows), device)
             epoch, position = epoch + 1, 0
 
     def _order(self, epoch: int) -> Tensor:
@@ -145,7 +148,7 @@ class ArrayBatches(BatchSource):
         generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
         return move(torch.randperm(self.num_data, generator=generator, device="cpu"), device)
 
-    def _batch(self, rows: Tensor, weight: float, device: torch.device) -> Batch:
+    def _batch(self, rows: Tensor, weight: float, size: int, device: torch.device) -> Batch:
         taken: Tensor | slice = rows
         if len(rows) == self.num_data and not self._on_disk:
             taken = slice(None)  # in order, no copy
@@ -158,7 +161,7 @@ class ArrayBatches(BatchSource):
             if self.check_y is not None:
                 self.check_y(y)
             y = move(y, device)
-        return Batch(x, y, move(rows, device), kwargs, weight)
+        return Batch(x, y, move(rows, device), kwargs, weight, size)
 
     def fingerprint(self) -> bytes:
         """A hash of all data."""

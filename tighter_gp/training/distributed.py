@@ -215,6 +215,15 @@ def sum_tensors(tensors: Sequence[Tensor]) -> None:
             tensor.copy_(part.reshape(tensor.shape))
 
 
+def weighted_sum(value: Tensor, weight: float) -> Tensor:
+    """The sum over the processes of each one's value times its weight."""
+    if not is_active():
+        return value
+    total = (value * weight).contiguous()
+    sum_tensors([total])
+    return total
+
+
 @torch.no_grad()
 def share_state(modules: Iterable[torch.nn.Module]) -> None:
     """Give every process the first one's parameters and buffers."""

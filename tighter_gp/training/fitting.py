@@ -6,15 +6,18 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
 from ..arguments import check_arguments
 from ..checks import describe_hyperparameters
 from ..mlls import TighterELBO
+from ..strategies import TighterStrategy
 from . import distributed
 from .compiling import compile_pays
 from .constraints import enforced_constraints
@@ -34,6 +37,9 @@ from .structure import describe, describe_schedule
 from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
+
+# Jitter over noise from which on fit says so.
+_DEAR_JITTER = 0.1
 
 # Values that ask for nothing.
 _DEFAULTS = {"lr": (None,), "schedule": ("recipe",), "batch_size": (1024, None)}
@@ -183,10 +189,15 @@ def fit(
         "validate_every": validate_every,
         "checkpoint_every": checkpoint_every,
         "num_data": num_data,
+        "batch_size": batch_size,
     }
     for name, count in counts.items():
+        if count is not None and not isinstance(count, Integral):
+            raise TypeError(f"{name} must be a whole number; got {count!r}.")
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}.")
+    if not torch.is_grad_enabled():
+        raise RuntimeError("fit needs gradients: call it outside of torch.no_grad() and torch.inference_mode().")
     if lr is not None and not 0 < lr < math.inf:
         raise ValueError(f"lr must be positive and finite; got {lr}.")
     if resume and checkpoint is None:
@@ -270,7 +281,9 @@ def fit(
             },
         )
         guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
-        return train(problem, source, guard, plan, Progress(progress, steps))
+        history = train(problem, source, guard, plan, Progress(progress, steps))
+        _say_what_jitter_costs(model, likelihood)
+        return history
 
 
 def _say_what_is_unused(optimizer: str, is_collapsed: bool, is_loader: bool, **arguments: Any) -> None:
@@ -296,6 +309,21 @@ def _say_what_stays(model: Any, likelihood: Likelihood, kwargs: dict[str, Any]) 
         log.warning(
             "noise= takes the place of the likelihood's own noise, which stays as it is; pass noise= to predict_y too, or use "
             "FixedNoiseGaussianLikelihood"
+        )
+
+
+def _say_what_jitter_costs(model: Any, likelihood: Likelihood) -> None:
+    """The jitter counts as variance of q(f), which is dear beside a small noise."""
+    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
+    if not strategies or not isinstance(likelihood, GaussianLikelihood):
+        return
+    jitter, noise = max(strategy.jitter_val for strategy in strategies), float(likelihood.noise.detach().min())
+    if jitter > _DEAR_JITTER * noise:
+        log.warning(
+            "the noise, %.2g, is near the jitter, %.2g, which counts as variance of f: intervals may be too wide; train in "
+            "float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)",
+            noise,
+            jitter,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -205,13 +206,16 @@ def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num
 
 
 @torch.no_grad()
-def start_beta(model: Any, likelihood: Any, q: Any, y: Tensor, **kwargs: Any) -> None:
+def start_beta(
+    model: Any, likelihood: Any, q: Any, y: Tensor, *, average: Callable[[Tensor], Tensor] = lambda x: x, **kwargs: Any
+) -> None:
     r"""Where a learned :math:`\beta` has not been set, let it start at one over the curvature of the likelihood.
 
     The best :math:`m_n` is :math:`1/(1 + \lambda_n d_n)`, so the best :math:`\beta` is about :math:`1/\lambda`.
 
     :param q: q(f) of a batch.
     :param y: Its targets.
+    :param average: Over the parts of the batch that other processes have.
     """
     found = [m for m in model.modules() if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
     if len(found) != 1 or not found[0].raw_beta.requires_grad:
@@ -223,5 +227,6 @@ def start_beta(model: Any, likelihood: Any, q: Any, y: Tensor, **kwargs: Any) ->
     points = -2 if len(q.event_shape) > 1 else -1
     mean = curvature.clamp_min(0.0).mean(points)
     mean = mean if mean.shape == conditional.beta.shape else mean.mean().expand(conditional.beta.shape)
+    mean = average(mean)
     if bool((mean > 0).all()):
         conditional.beta = mean.reciprocal()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
@@ -54,6 +62,7 @@ class LoaderBatches(BatchSource):
             ) from None
         self.batch_size = getattr(loader, "batch_size", None) or 0
         per_process = self.batch_size
+        self._most_rows = 0 if num_data is not None else per_process
         self.batch_size = round(distributed.total(per_process, like.device))
         self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, per_process)
         if self.steps_per_epoch == 0:
@@ -90,9 +99,17 @@ class LoaderBatches(BatchSource):
             generator.manual_seed(seed)
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
-        # A sampler without a generator asks the global one for a seed, and only then; a dataset may draw on the device.
+        # A sampler without a generator asks the global one for a seed, with the first batch at the latest.
         seed_generators(seed, self.like.device)
-        return iter(self.loader)
+        batches = iter(self.loader)
+        for position in itertools.count(1):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+            # A dataset may draw, and a sampler as it is asked: other numbers for each batch, whoever reads it.
+            seed_generators(seed_of(self.seed, epoch, position, distributed.rank()), self.like.device)
 
     def _batch(self, batch: Any) -> Batch:
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
@@ -102,14 +119,22 @@ class LoaderBatches(BatchSource):
         check_array("y", y)
         if self.check_y is not None:
             self.check_y(y)
+        if self._most_rows and len(x) > self._most_rows:
+            raise ValueError(
+                f"A batch of {self._most_rows} items has {len(x)} rows, so the number of items is not that of training points: "
+                "pass that, fit(..., num_data=)."
+            )
+        if index and (not isinstance(index[0], Tensor) or index[0].is_floating_point()):
+            kind = getattr(index[0], "dtype", type(index[0]).__name__)
+            raise TypeError(f"The third part of a batch is the index of its rows, integers; got {kind}.")
         for size, owner in self.limits if index else ():
             check_range(index[0], size, owner)
         x, y = x.unsqueeze(-1) if x.dim() == 1 else x, signed(y)
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
         x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
-        weight = len(x) / distributed.total(len(x), self.like.device)
+        size = round(distributed.total(len(x), self.like.device))
         rows = index[0] if index else None
-        return Batch(x, y, rows, self._kwargs(rows), weight)
+        return Batch(x, y, rows, self._kwargs(rows), len(x) / size, size)
 
     def _kwargs(self, rows: Tensor | None) -> dict[str, Any]:
         if self.noise is None:
@@ -159,6 +184,9 @@ def num_visited(loader: Any, device: torch.device) -> int:
     for kind, points in _POPULATIONS.items():
         if isinstance(sampler, kind):
             return len(getattr(sampler, points))
+    if isinstance(sampler, SequentialSampler) and batch_sampler.drop_last:
+        count = len(sampler)
+        return _joined(count - count % batch_sampler.batch_size, loader, device)  # the others are never seen
     if isinstance(sampler, WeightedRandomSampler):
         return int((sampler.weights > 0).sum())
     if hasattr(sampler, "indices"):

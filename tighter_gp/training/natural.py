@@ -16,6 +16,7 @@ here. :math:`\rho` is the fraction of the way to the optimum of the batch, whate
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,10 +25,11 @@ import torch
 from gpytorch.variational import LMCVariationalStrategy, MeanFieldVariationalDistribution
 from torch import Tensor
 
-from ..checks import passed
+from ..checks import NUMERICAL_ERRORS, passed
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..maths.linalg import full_precision
 from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
+from ..posterior import has_own_call
 from ..recording import Before, Record, recorded_projections
 from .natural_entries import Entry
 from .natural_forms import has_natural_step
@@ -137,6 +139,11 @@ class NaturalGradients:
         self._coupled = _num_coupled(model, self._groups.values())
         self._pending: list[tuple[Entry, Tensor, Tensor, Tensor]] = []
 
+    @torch.no_grad()
+    def knows_data(self) -> bool:
+        """Whether a q(u) is not the prior, as it is before any training but for a little noise in its mean."""
+        return any(entry.knows_data() for entry in self.entries)
+
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of q(u), which a step moves."""
@@ -174,7 +181,7 @@ class NaturalGradients:
             with self.recording() as records:
                 loss = evaluate()
             self.gradients(loss, records, [], weight)
-            loss, used = self._guarded(evaluate, records, loss.detach().sum().double(), size)
+            loss, used = self._guarded(evaluate, records, self._total(loss), size)
         gradients = torch.autograd.grad(loss.sum(), list(parameters), allow_unused=True) if parameters else ()
         return loss, list(gradients), used
 
@@ -188,28 +195,42 @@ class NaturalGradients:
         bound, fraction = first + _TOLERANCE * (1 + first.abs()), 1.0
         for attempt in range(_MAX_HALVINGS + 2):
             used = self.step(size, fraction) if attempt <= _MAX_HALVINGS else 0.0
-            with self.recording(replay=records):
-                loss = evaluate()
-            after = loss.detach().sum().double()
+            error: Exception | None = None
+            try:
+                with self.recording(replay=records):
+                    loss = evaluate()
+            except NUMERICAL_ERRORS as caught:
+                loss, error = torch.full_like(first, math.inf), caught
+            after = self._total(loss)
             if passed(~(after > bound) & torch.isfinite(after)):
                 break
             if attempt <= _MAX_HALVINGS:
                 self.undo()
                 fraction /= 4
+        if error is not None:
+            raise error
         if fraction < 1:
             log.warning("a natural step of size %g made the loss much worse; the mean took %g of it", size, fraction)
         return loss, used
 
+    def _total(self, loss: Tensor) -> Tensor:
+        """The loss of the whole batch, by which all processes decide alike."""
+        total = loss.detach().sum().double()
+        if self.reduce is not None:
+            self.reduce([total])
+        return total
+
     def gaussian_targets(self, mll: Any, target: Tensor, **kwargs: Any) -> GaussianTargets | None:
-        """The slopes' ingredients for :meth:`train_step`, or None where a wrapper, missing data or other noise stand in between.
+        """The slopes' ingredients for :meth:`train_step`, or None where a wrapper, a ``__call__`` of the model's own, missing
+        data or other noise stand in between.
 
         :param mll: The objective.
         :param target: :math:`y` of the batch.
         :param kwargs: Arguments of the objective, such as ``noise=``.
         """
         likelihood, strategy = mll.likelihood, getattr(mll.model, "variational_strategy", None)
-        is_plain = len(self.strategies) == 1 and strategy is self.strategies[0] and is_gaussian(likelihood)
-        if not is_plain or observed(likelihood, target, target.shape[-1:]) is not None:
+        is_plain = len(self.strategies) == 1 and strategy is self.strategies[0] and not has_own_call(mll.model)
+        if not is_plain or not is_gaussian(likelihood) or observed(likelihood, target, target.shape[-1:]) is not None:
             return None
         return GaussianTargets(
             target, gaussian_noise(likelihood, target.shape[:-1], target.shape[-1:], **kwargs).detach()

@@ -10,7 +10,7 @@ import torch
 from gpytorch.variational import _VariationalDistribution
 from torch import Tensor
 
-from ..checks import checks_are_deferred, same_values
+from ..checks import checks_are_deferred, passed, same_values
 from ..maths.natural import NaturalParameters
 from .natural_forms import init_natural, mean_of, parameter_values, vector_and_matrix
 
@@ -56,6 +56,14 @@ class Entry:
             self.written, self.versions = _copies(parameters), _versions(parameters)
         assert self.q is not None
         return self.q
+
+    def knows_data(self) -> bool:
+        """Whether this is not the prior, up to the noise with which GPyTorch starts a mean."""
+        q = self.current()
+        noise = max(distribution.mean_init_std for distribution in self.distributions)
+        diagonal = torch.ones_like(q.linear)
+        identity = diagonal if q.is_mean_field else torch.diag_embed(diagonal)
+        return not passed((q.precision - identity).abs().amax() <= 1e-3, q.linear.abs().amax() <= 1e-6 + 6 * noise)
 
     def mean(self) -> Tensor:
         """The mean as the forward pass saw it, ``... x M``."""

@@ -60,11 +60,13 @@ class NaturalState(NamedTuple):
     :param natural: q(u) by its natural parameters.
     :param optimizers: Adam for the rest.
     :param spread: Unit of the inducing points' learning rate.
+    :param is_warm: Whether the run began with a q(u) that knew of data.
     """
 
     natural: NaturalGradients
     optimizers: Optimizers
     spread: float
+    is_warm: bool
 
 
 class NaturalStep:
@@ -104,7 +106,8 @@ class NaturalStep:
         natural = self._natural() if state is None else state.natural
         in_q = {id(parameter) for parameter in natural.parameters}
         rest = {name: p for name, p in self.problem.parameters.items() if id(p) not in in_q}
-        size = call.damping * self._natural_size(batch, call)
+        is_warm = natural.knows_data() if state is None else state.is_warm
+        size = call.damping * self._natural_size(batch, call, is_warm)
 
         def gradients(batch: Batch) -> tuple[Tensor | None, Exception | None]:
             return self._gradients(natural, rest, batch, call, size)
@@ -115,8 +118,8 @@ class NaturalStep:
             return state, Info(math.nan, error)
         if state is None:
             sparse = {name for name, p in rest.items() if p.grad is not None and p.grad.is_sparse}
-            spread = 1.0 if batch.x is None else _spread(batch.x)
-            state = NaturalState(natural, self._optimizers(sparse, spread), spread)
+            spread = 1.0 if batch.x is None else _spread(batch.x) or self._inducing_spread()
+            state = NaturalState(natural, self._optimizers(sparse, spread), spread, is_warm)
         call.keep(natural.values_before())
         state.optimizers.scale_down(largest)
         state.optimizers.step(self._factor(call), call.damping)
@@ -171,15 +174,19 @@ class NaturalStep:
         num_data = getattr(objective, "num_data", self.problem.num_data)
         return NaturalGradients(self.problem.model, num_data, getattr(objective, "beta", 1.0))
 
-    def _natural_size(self, batch: Batch, call: Call) -> float:
+    def _inducing_spread(self) -> float:
+        """For batches of one row, which have none."""
+        points = [p for name, p in self.problem.parameters.items() if self.kinds[name] == "inducing"]
+        return math.sqrt(sum(float(p.detach().double().var(-2).mean()) for p in points if p.size(-2) > 1)) or 1.0
+
+    def _natural_size(self, batch: Batch, call: Call, is_warm: bool) -> float:
         is_full = self.batch_size >= self.problem.num_data
         if self.schedule is not None:
             factor = self.schedule(call.fraction)
             end = self.recipe.natural_end
             return self.recipe.natural_full if is_full else self.recipe.natural * (factor + end * (1 - factor))
-        own = batch.y.shape[0] if batch.rows is None else len(batch.rows)
-        share = min(1.0, own / (batch.weight * self.batch_size)) if self.batch_size else 1.0
-        return self.recipe.natural_size(call.number, call.total, share, is_full)
+        share = min(1.0, batch.size / self.batch_size) if self.batch_size else 1.0
+        return self.recipe.natural_size(call.number, call.total, share, is_full, is_warm)
 
     def _factor(self, call: Call) -> Callable[[str], float]:
         """Factor on the learning rate of a kind of parameter."""
@@ -203,6 +210,7 @@ class NaturalStep:
             "natural": state.natural.state_dict(),
             "optimizers": state.optimizers.state_dict(),
             "spread": state.spread,
+            "is_warm": state.is_warm,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> NaturalState | None:
@@ -213,7 +221,7 @@ class NaturalStep:
         natural.load_state_dict(saved["natural"])
         optimizers = self._optimizers(set(states["sparse"]), saved["spread"])
         optimizers.load_state_dict(states)
-        return NaturalState(natural, optimizers, saved["spread"])
+        return NaturalState(natural, optimizers, saved["spread"], saved.get("is_warm", False))
 
 
 class _Agreement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..collapsed import CollapsedGP
+from ..labels import check_value
 from ..mlls.priors import log_prior
 from . import distributed
 from .batches import Batch
@@ -67,9 +69,11 @@ class Problem:
             return -(self.model.bound() + log_prior(self.model)) / self.num_data
         if batch.x is None:
             return -self.objective(batch.rows, batch.y, **batch.kwargs).sum()
-        if isinstance(self.model, ExactGP):
-            return -self.objective(self.model(batch.x), batch.y).sum()
-        return -self.objective(self.model(batch.x, **self.positions(batch)), batch.y, **batch.kwargs).sum()
+        is_exact = isinstance(self.model, ExactGP)  # which knows its points
+        q = self.model(batch.x, **({} if is_exact else self.positions(batch)))
+        value = self.objective(q, batch.y, **({} if is_exact else batch.kwargs))
+        check_value(value, q, batch.y, self.likelihood)
+        return -value.sum()
 
     def weighted_loss(self, batch: Batch) -> Tensor:
         """The same times the weight of the batch, which is not one where several processes share it."""
@@ -80,7 +84,8 @@ class Problem:
         """See :func:`~tighter_gp.training.initialization.start_beta`."""
         if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):
             q = self.model(batch.x, **self.positions(batch))
-            start_beta(self.model, self.likelihood, q, batch.y, **batch.kwargs)
+            average = partial(distributed.weighted_sum, weight=batch.weight)
+            start_beta(self.model, self.likelihood, q, batch.y, average=average, **batch.kwargs)
 
     def positions(self, batch: Batch) -> dict[str, Tensor]:
         """The argument of the model that says which training points these are, if a conditional needs it."""

@@ -15,7 +15,8 @@ _RANDOM_STATE = threading.RLock()
 
 def seed_of(*parts: int) -> int:
     """One seed from several numbers, such that neighbouring ones have nothing in common."""
-    return int(np.random.SeedSequence([part % 2**32 for part in parts]).generate_state(1, np.uint64)[0] >> 1)
+    numbers = [part if part >= 0 else part % 2**32 for part in parts]
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

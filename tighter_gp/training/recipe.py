@@ -1,7 +1,8 @@
 r"""Step sizes for natural gradients on q(u) with Adam on the rest, chosen by experiment, one setting for all.
 
-q(u) is moved first. Its step size starts at 1, the optimum of the first batch, falls as :math:`1/t`, which makes it the
-mean over batches, is constant while the other parameters move, and falls further as they settle.
+q(u) is moved first. Its step size starts at 1, the optimum of the first batch, unless q(u) knows of data already. It falls as
+:math:`1/t`, which makes q(u) the mean over batches, is constant while the other parameters move, and falls further as they
+settle.
 """
 
 from __future__ import annotations
@@ -65,17 +66,20 @@ class Recipe(NamedTuple):
         total: int,
         share: float = 1.0,
         full_batch: bool = False,
+        is_warm: bool = False,
     ) -> float:
         """Size of the natural step.
 
         :param share: Size of this batch over that of the others; the last one of an epoch may be smaller.
         :param full_batch: Whether every batch has all data.
+        :param is_warm: Whether q(u) knew of data at the start, which a first step of size 1 would throw away.
         """
+        first = 0.0 if is_warm else 1 / (step + 1)
         if full_batch:
-            return max(self.natural_full, 1 / (step + 1))
+            return max(self.natural_full, first)
         factor = self._schedule(step, total)
         size = self.natural * (factor + self.natural_end * (1 - factor))
-        return share * max(size, 1 / (step + 1))
+        return share * max(size, first)
 
     def _schedule(self, step: int, total: int) -> float:
         return min(1.0, (1 - step / total) / self.decay)

@@ -99,10 +99,10 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
                 if not isinstance(error, SecondInterrupt):
                     _save(problem, guard, plan, state, finished=False)
                 raise
+        if not finished:
+            _save(problem, guard, plan, state, finished=True)  # as the last step left it, for a run with more steps
         if state.best is not None:
             problem.load_state(state.best)
-        if not finished:
-            _save(problem, guard, plan, state, finished=True)
         progress.end(state.history, finished)
         return state.history
 
@@ -116,7 +116,6 @@ def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state
     history, stop = state.history, False
     if state.pending:  # interrupted between a step and its events
         with problem.own_random_state():
-            problem.seed_step(history.steps - 1)
             stop = _after_step(problem, source, plan, state)
     batches = iter(source.iterate(history.steps))
     converged = ""
@@ -170,11 +169,15 @@ def _initialise(problem: Problem, source: BatchSource) -> None:
     with torch.no_grad(), problem.own_random_state():
         problem.seed_step(-1)
         batch = next(iter(source.iterate(0)))
+        failed = 0.0
         try:
             problem.loss(batch)
-            problem.start_beta(batch)
         except NUMERICAL_ERRORS as error:
             log.debug("the first call failed: %s", error)  # the first step will fail too, and say so
+            failed = 1.0
+        if not distributed.total(failed, problem.device):
+            distributed.share_state(problem.modules.values())  # the first one's q(u), before anything is made of it
+            problem.start_beta(batch)
 
 
 @contextmanager
@@ -197,6 +200,7 @@ def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunSta
     """Validation and callbacks; whether the run should end."""
     history, stop = state.history, False
     done = history.steps
+    problem.seed_step(-2 - done)  # a sampled score is the same after an interruption
     if plan.validation is not None and (done % plan.validate_every == 0 or done == plan.total):
         stop = distributed.agreed(_validate(problem, plan, state), problem.device)
         if stop:

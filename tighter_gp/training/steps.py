@@ -111,8 +111,7 @@ def eager_gradients(problem: Problem) -> Gradients:
 
 def is_full(batch: Batch, batch_size: int) -> bool:
     """Whether a batch has the size of most, for which a graph is made; the last of an epoch may have fewer points."""
-    assert batch.x is not None
-    return round(batch.x.size(-2) / batch.weight) >= batch_size
+    return batch.size >= batch_size
 
 
 def compiled_gradients(problem: Problem, batch_size: int) -> Gradients:
