@@ -392,6 +392,32 @@ def test_own_likelihood_with_an_argument_per_point():
         y.log_prob(-torch.ones(5))
 
 
+class Trials(likelihoods.Likelihood):
+    """Counts of successes among as many trials as each point has."""
+
+    def forward(self, function_samples, trials=None, **kwargs):
+        return torch.distributions.Binomial(trials, logits=function_samples)
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_each_point_has_the_support_of_its_own_arguments(batch_size):
+    trials = torch.tensor([1.0, 9.0, 4.0, 2.0, 7.0])
+    y = tighter_gp.distribution_of_y(Trials(), q_of(), batch_size=batch_size, trials=trials)
+    counts = torch.tensor([1.0, 9.0, 3.0, 0.0, 6.0])
+    probs = 1 / (1 + np.exp(-(MEAN[:, None] + np.sqrt(VARIANCE)[:, None] * GRID)))
+    wanted = [
+        np.log((WEIGHT * stats.binom(n, p).pmf(count)).sum())
+        for n, p, count in zip(trials.numpy(), probs, counts.numpy(), strict=True)
+    ]
+    close(y.log_prob(counts), wanted, rtol=1e-6)
+    missing = torch.where(torch.arange(5) == 1, torch.nan, counts)
+    close(y.log_prob(missing), np.where(np.arange(5) == 1, np.nan, wanted), rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"Trials must lie in the support of p\(y\|f\) at their point; got values from 3 to 3"
+    ):
+        y.log_prob(torch.tensor([1.0, 9.0, 3.0, 3.0, 6.0]))
+
+
 def test_own_likelihood_without_a_distribution_function_is_sampled():
     y = tighter_gp.distribution_of_y(Gumbel(), q_of(), num_samples=20_000)
     draws = MEAN + np.sqrt(VARIANCE) * np.random.default_rng(0).standard_normal((100_000, 5))

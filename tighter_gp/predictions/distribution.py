@@ -248,10 +248,14 @@ class PredictiveDistribution:
         if not bool(observed.any()):
             return self._f.mean.new_full(y.shape[:-1] if dim == -2 else y.shape, torch.nan)
         filled = torch.where(observed, y, y[observed][0])
-        self._check_support(filled)
+        has_labels = issubclass(self._kind, (BinaryMarginal, ClassesMarginal))
+        if has_labels:
+            self._check_labels(filled)
 
         def compute(marginal: Marginal, f: FunctionValues, rows: slice) -> Tensor:
             part, seen = (value.narrow(dim, rows.start, rows.stop - rows.start) for value in (filled, observed))
+            if not (has_labels or self._kind is GaussianMarginal):
+                part = self._in_support(marginal, f, part, seen)
             value = marginal.log_prob(f, part, seen)
             if self._weights is not None:
                 log_weights = self._weights.to(value).log().reshape(-1, *(1 for _ in value.shape[1:]))
@@ -307,25 +311,35 @@ class PredictiveDistribution:
             raise ValueError(f"Targets must have shape {tuple(wanted)}; got {tuple(y.shape)}.{hint}")
         return y.expand(wanted)
 
-    def _check_support(self, y: Tensor) -> None:
-        """Raise for targets that the likelihood cannot have meant, with the values found."""
-        if self._kind is GaussianMarginal or not y.numel():
-            return
+    def _check_labels(self, y: Tensor) -> None:
+        """Raise for labels that the likelihood cannot have meant, with the values found."""
         name = type(self._likelihood).__name__
-        found = f"got values from {y.min().item():g} to {y.max().item():g}"
         if self._is_binary:
             if not (bool(((y == 0) | (y == 1)).all()) or bool((y.abs() == 1).all())):
-                raise ValueError(f"Labels of {name} are 0 and 1, or -1 and 1; {found}.")
-        elif self._kind is ClassesMarginal:
-            num_classes = getattr(self._likelihood, "num_classes", self._f.mean.size(-1))
-            if not bool(((y >= 0) & (y < num_classes) & (y == y.round())).all()):
-                raise ValueError(f"Labels of {name} are integers from 0 to {num_classes - 1}; {found}.")
-        else:
-            first = slice(0, 1)
-            part = self._f.rows(first).map(Tensor.double)
-            conditional = self._marginal(first, part).conditional(part.mean.unsqueeze(0))
-            if not bool(support(conditional).check(y).all()):
-                raise ValueError(f"Targets of {name} must lie in {support(conditional)}; {found}.")
+                raise ValueError(f"Labels of {name} are 0 and 1, or -1 and 1; {_range(y)}.")
+            return
+        num_classes = getattr(self._likelihood, "num_classes", self._f.mean.size(-1))
+        if not bool(((y >= 0) & (y < num_classes) & (y == y.round())).all()):
+            raise ValueError(f"Labels of {name} are integers from 0 to {num_classes - 1}; {_range(y)}.")
+
+    def _in_support(self, marginal: Marginal, f: FunctionValues, y: Tensor, observed: Tensor) -> Tensor:
+        """Targets, the missing ones filled with values that p(y|f) can have; raises for an observed one that it cannot have."""
+        conditional = marginal.conditional(f.mean.unsqueeze(0))
+        possible = support(conditional)
+        outside = observed & ~possible.check(y)
+        if bool(outside.any()):
+            name, found = type(self._likelihood).__name__, _range(y[outside.reshape(-1, *y.shape).any(0)])
+            is_one = all(torch.as_tensor(limit).numel() == 1 for limit in vars(possible).values())
+            where = possible if is_one else "the support of p(y|f) at their point"
+            raise ValueError(f"Targets of {name} must lie in {where}; {found}.")
+        if bool(observed.all()):
+            return y
+        with seeded(self._seed, y.device):
+            return torch.where(observed, y, conditional.sample().reshape(-1, *y.shape)[0])
+
+
+def _range(values: Tensor) -> str:
+    return f"got values from {values.min().item():g} to {values.max().item():g}"
 
 
 def _functions_last(f: FunctionValues) -> FunctionValues:
