@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +157,8 @@ def _last_term(results: Sequence[Result]) -> list[Row]:
             without, with_term = (report.mean(map(LOG_LIKELIHOOD.read, by_method[name])) for name in ("drop", "exact"))
             if without is None or with_term is None:
                 continue
-            flagged = sum(bool(one.get("flags")) for one in by_method["drop"])
+            flags = Counter(flag for one in by_method["drop"] for flag in report.flags(one))
+            flagged = flags[report.LEARNT_THE_MEAN]
             times = statistics.mean(one["seconds"] for one in by_method["exact"]) / statistics.mean(
                 one["seconds"] for one in by_method["drop"]
             )
@@ -165,6 +167,11 @@ def _last_term(results: Sequence[Result]) -> list[Row]:
             if start == "data" and not moved:
                 continue  # the better of two starts was the usual one everywhere: the row above again
             reasons = [f"{flagged} of {without.count} runs learnt the mean alone, and show nothing"] if flagged else []
+            if unseen := flags[report.RMSE_OF_THE_MEAN]:
+                reasons.append(
+                    f"{unseen} of {without.count} runs have the RMSE of the mean on their test rows; their bound says that they "
+                    "learnt more"
+                )
             if start == "data" and moved < without.count:
                 reasons.append(f"the better start was another than above in {moved} of {without.count} runs")
             where = f"{dataset}{'' if start == 'median' else ', from a better start'}"

@@ -22,6 +22,10 @@ Result = dict[str, Any]
 
 # A difference smaller than this, in nats per datum or in units of the target's standard deviation, is a tie.
 TIE = 0.002
+# Flags, and what tells them apart: the log density per point that mean and variance of standardised targets give, and nats.
+LEARNT_THE_MEAN, RMSE_OF_THE_MEAN = "learnt the mean", "RMSE of the mean"
+BOUND_OF_THE_MEAN, WORTH_LEARNING = -0.5 * (math.log(2 * math.pi) + 1), 0.01
+
 CAPTION = (
     "Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
     f"{TIE}, for errors {100 * TIE} percentage points. "
@@ -289,9 +293,21 @@ def means_table(results: Sequence[Result]) -> str:
     return table(*without_empty(header, rows))
 
 
+def flags(result: Result) -> list[str]:
+    """What a run was flagged with.
+
+    One whose RMSE is the mean's has learnt more if its bound on the training rows is above that of the mean: its test rows do
+    not show it.
+    """
+    found: list[str] = result.get("flags", [])
+    if result.get("bound") is None or result["bound"] < BOUND_OF_THE_MEAN + WORTH_LEARNING:
+        return found
+    return [RMSE_OF_THE_MEAN if flag == LEARNT_THE_MEAN else flag for flag in found]
+
+
 def flags_of(results: Sequence[Result]) -> str:
     """What the runs were flagged with, and how many."""
-    counts = Counter(flag for result in results for flag in result.get("flags", []))
+    counts = Counter(flag for result in results for flag in flags(result))
     return ", ".join(f"{flag} ({count} of {len(results)})" for flag, count in sorted(counts.items()))
 
 

@@ -221,7 +221,11 @@ def test_the_last_term_has_a_row_per_start():
     for method, seconds in (("drop", 1.0), ("exact", 9.0)):
         one = {**result(method, 0, 0.0, 0.66, 0.4), **common, "seconds": seconds}
         moved = {**one, "config": {"epochs": 2, "start": "data"}, "start": "exact"}
-        made += [{**one, "flags": ["learnt the mean"]}, moved, {**moved, "split": 1, "start": "median"}]
+        learnt = {**one, "bound": -1.4, "flags": ["learnt the mean"]}
+        made += [{**learnt, "bound": -1.4189}, moved, {**moved, "split": 1, "start": "median"}]
+    assert "1 of 1 runs have the RMSE of the mean on their test rows" in claims.table(
+        [{**learnt, "method": "drop"}, learnt], []
+    )
     found = claims.table(made, [])
     assert "| wine: predictions" in found
     assert "| wine, from a better start: predictions" in found

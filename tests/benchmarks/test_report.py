@@ -116,16 +116,17 @@ def test_results_with_other_settings_have_rows_and_panels_of_their_own():
     assert [panel.get_title() for panel in figures._scores(results(), report.BOUND).axes] == ["kin40k"]
 
 
-def test_flags_are_shown_with_their_number():
+@pytest.mark.parametrize(("bound", "flag"), [(-1.4189, "learnt the mean"), (-1.33, "RMSE of the mean")])
+def test_flags_are_shown_with_their_number_and_by_what_the_bound_says(bound, flag):
     flagged = [
         {
-            **result("drop", split, 0.0, 1.0, 1.0, seconds=1.0, mean_difference=0.0, num_train=9, num_inputs=2),
+            **result("drop", split, bound, 1.0, 1.0, seconds=1.0, mean_difference=0.0, num_train=9, num_inputs=2),
             "flags": ["learnt the mean"] if split else [],
         }
         for split in range(3)
     ]
     for text in (sections.prediction_table(flagged), report.means_table(flagged)):
-        assert "learnt the mean (2 of 3)" in text
+        assert f"{flag} (2 of 3)" in text
 
 
 def test_a_folder_of_folders_is_reported_without_smoke_runs_and_other_files(tmp_path):
