@@ -209,6 +209,28 @@ def test_several_outputs_are_predicted_as_gpytorch_does():
 # -- float32 ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("number", [7, 0])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gpytorch.kernels.MaternKernel(0.5),
+        lambda: gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()),
+        lambda: gpytorch.kernels.RBFKernel() + gpytorch.kernels.LinearKernel(),
+        lambda: gpytorch.kernels.RQKernel() * gpytorch.kernels.PeriodicKernel(),
+    ],
+)
+def test_gpytorchs_predictions_in_float32_are_those_of_float64(make, number):
+    """GPyTorch asks for the covariance with no points on the way."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, y, z = (value.to(dtype) for value in (P.x, P.y, P.z))
+        model = CollapsedGP(x, y, z, make().to(dtype), make_noise(0.3).to(dtype), jitter_val=1e-3).to(dtype)
+        found.append(prediction(model, X_TEST[:number].to(dtype)))
+    for narrow, wide in zip(*found, strict=True):
+        assert narrow.shape == (number,)
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-3, atol=1e-3)
+
+
 def adversarial_model(setting, dtype, bound):
     p = adversarial.build(setting)
     z = p.model.variational_strategy.inducing_points.detach()

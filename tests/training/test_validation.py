@@ -68,6 +68,7 @@ def test_early_stopping_keeps_the_best_parameters():
         epochs=200,
         batch_size=10,
         lr=0.5,
+        schedule="constant",
         validation=held,
         patience=5,
         callbacks=[callback],
@@ -79,14 +80,6 @@ def test_early_stopping_keeps_the_best_parameters():
     assert len(history.validation) == history.validation.index((best_step, best)) + 6
     assert torch.equal(parameters(model, likelihood), kept[best_step])
     assert mean_nlpd(model, likelihood, *held) == pytest.approx(best, rel=1e-12)
-
-
-def test_without_patience_validation_is_only_recorded():
-    x, y = data()
-    model, likelihood = problem()
-    history = fit(model, likelihood, x, y, steps=9, batch_size=16, validation=(x, y), validate_every=4)
-    assert [step for step, _ in history.validation] == [4, 8, 9]
-    assert mean_nlpd(model, likelihood, x, y) == pytest.approx(history.validation[-1][1], rel=1e-12)
 
 
 @pytest.fixture
@@ -105,6 +98,57 @@ def scores(monkeypatch):
         monkeypatch.setattr(run, "score", score)
 
     return use
+
+
+def test_the_learning_rate_falls_before_patience_ends_a_run(scores, caplog):
+    scores(3.0, 2.0, 2.5, 2.5, 1.0, 1.5, 1.5, 1.5)
+    factors = []
+    schedule = lambda done: factors.append(done) or 1 - done
+    with caplog.at_level("INFO", logger="tighter_gp"):
+        history = fit(
+            *problem(),
+            *data(),
+            steps=100,
+            batch_size=None,
+            schedule=schedule,
+            natural_gradients=False,
+            validation=data(19),
+            validate_every=3,
+            patience=2,
+        )
+    # No better score at steps 9 and 12, so that the run has 24 steps; 18 is counted from the best one at 15.
+    assert [step for step, _ in history.validation] == [3, 6, 9, 12, 15, 18, 21]
+    assert (history.best_step, history.stopped) == (15, "no better validation in 2")
+    assert {0.11, 12 / 24, 20 / 24} <= set(factors)
+    assert "the learning rate falls from here on, until step 24" in caplog.text
+
+
+def test_a_run_that_patience_has_shortened_ends_there_and_stays_ended(scores, tmp_path):
+    scores(2.0, 3.0, 1.0, 0.5, 0.4)
+    path, options = tmp_path / "run.pt", {"validation": data(19), "validate_every": 2, "patience": 1}
+    ends = lambda step: step.step == 6
+    history = fit(*problem(), *data(), steps=40, checkpoint=path, **options, callbacks=[ends])
+    state = torch.load(path, weights_only=True)
+    assert (history.steps, state["shortened"]) == (6, 8)
+    state["history"]["stopped"], state["finished"] = "", False  # as Ctrl-C leaves it
+    torch.save(state, path)
+    history = fit(*problem(), *data(), steps=40, checkpoint=path, resume=True, **options)
+    assert (history.steps, history.stopped, history.best_step) == (8, "no better validation in 1", 8)
+    assert fit(*problem(), *data(), steps=90, checkpoint=path, resume=True, **options).steps == 8
+
+
+@pytest.mark.parametrize(("steps", "every"), [(30, 3), (150, 3), (400, 8)])
+def test_validation_is_once_per_epoch_and_at_most_fifty_times(steps, every):
+    history = fit(*problem(), *data(), steps=steps, batch_size=20, validation=data(19))
+    assert [step for step, _ in history.validation][:2] == [every, 2 * every]
+
+
+def test_without_patience_validation_is_only_recorded():
+    x, y = data()
+    model, likelihood = problem()
+    history = fit(model, likelihood, x, y, steps=9, batch_size=16, validation=(x, y), validate_every=4)
+    assert [step for step, _ in history.validation] == [4, 8, 9]
+    assert mean_nlpd(model, likelihood, x, y) == pytest.approx(history.validation[-1][1], rel=1e-12)
 
 
 def test_a_validation_that_fails_numerically_is_nan_in_the_history_and_training_goes_on(scores, caplog):

@@ -103,7 +103,8 @@ def scaled(x1: Tensor, x2: Tensor, lengthscale: Tensor) -> tuple[Tensor, Tensor 
 
 @torch.no_grad()
 def _spread(values: Values, x1: Tensor, x2: Tensor) -> Tensor:
-    return scaled(x1, x2, values[0])[1].square().sum(-1).amax()  # type: ignore[union-attr]
+    squared = scaled(x1, x2, values[0])[1].square().sum(-1)  # type: ignore[union-attr]
+    return squared.amax() if squared.numel() else squared.new_zeros(())  # GPyTorch asks for the prior at no points, too
 
 
 def squared_distance(x1: Tensor, x2: Tensor) -> Tensor:

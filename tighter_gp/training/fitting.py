@@ -38,6 +38,8 @@ from .validation import held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
+_MOST_VALIDATIONS = 50  # of a run whose validate_every is not given
+
 # Jitter over noise from which on fit says so.
 _DEAR_JITTER = 0.1
 
@@ -138,9 +140,10 @@ def fit(
     :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density goes to
         the history, and if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
         :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
-    :param validate_every: Steps between validations; default an epoch.
-    :param patience: Stop after this many validations in a row without a better one, and in any case end with the
-        parameters of the best. None: never stop, end with the last.
+    :param validate_every: Steps between validations; default an epoch, or a fiftieth of the run where that is longer.
+    :param patience: After this many validations in a row without a better one the run comes to its end: where the learning
+        rate is still to fall, it does so over as many steps as have been taken, since much of the gain comes then, and
+        where it has, the run stops. In any case it ends with the parameters of the best. None: never stop, end with the last.
     :param checkpoint: File to keep the state of the run in; at any moment it is whole.
     :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
     :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
@@ -261,8 +264,9 @@ def fit(
         plan = Plan(
             total=steps,
             validation=held_out,
-            validate_every=validate_every or source.steps_per_epoch,
+            validate_every=validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
             patience=patience,
+            falls=optimizer == "adam" and schedule not in (None, "constant"),
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every or max(100, source.steps_per_epoch),
             resume=resume,

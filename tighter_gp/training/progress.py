@@ -37,10 +37,12 @@ class Progress:
         if self.bar is not None:
             self.bar.update(history.steps)
 
-    def step(self, history: History) -> None:
-        """After a step."""
+    def step(self, history: History, total: int) -> None:
+        """After a step; ``total`` is the number of steps, which may have become smaller."""
         done, loss = history.steps, history.loss[-1]
+        self.total = total
         if self.bar is not None:
+            self.bar.total = total
             self.bar.update(1)
             if done % 10 == 0:
                 self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)

@@ -40,7 +40,8 @@ class Plan:
     :param total: Number of steps.
     :param validation: Held-out points, if any.
     :param validate_every: Steps between validations.
-    :param patience: Validations without a better one before the run ends.
+    :param patience: Validations without a better one before the run is brought to its end.
+    :param falls: Whether the learning rate falls over the run, as it is to do before patience ends it.
     :param checkpoint: File for the state, if any.
     :param checkpoint_every: Steps between checkpoints.
     :param resume: Whether to go on from it.
@@ -52,6 +53,7 @@ class Plan:
     validation: HeldOut | None
     validate_every: int
     patience: int | None
+    falls: bool
     checkpoint: str | os.PathLike[str] | None
     checkpoint_every: int
     resume: bool
@@ -67,12 +69,18 @@ class RunState:
     :param history: What happened.
     :param best: Score, step and values of the best validation.
     :param pending: Whether the events of the last step are still to come.
+    :param shortened: Number of steps, if patience has left fewer than planned.
     """
 
     guard: GuardState
     history: History = field(default_factory=History)
     best: dict[str, Any] | None = None
     pending: bool = False
+    shortened: int | None = None
+
+    def total(self, plan: Plan) -> int:
+        """Number of steps of the run."""
+        return plan.total if self.shortened is None else min(self.shortened, plan.total)
 
 
 def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progress: Progress) -> History:
@@ -119,14 +127,14 @@ def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state
             stop = _after_step(problem, source, plan, state)
     batches = iter(source.iterate(history.steps))
     converged = ""
-    while not stop and history.steps < plan.total:
+    while not stop and history.steps < state.total(plan):
         with problem.own_random_state():
             batch = next(batches)
             with held_back():
                 converged = _step(problem, guard, plan, state, batch)
-            progress.step(history)
+            progress.step(history, state.total(plan))
             stop = _after_step(problem, source, plan, state) or bool(converged)
-            if stop or history.steps == plan.total:
+            if stop or history.steps == state.total(plan):
                 _settle(problem, guard, state, batch)
         if stop or history.steps % plan.checkpoint_every == 0:
             _save(problem, guard, plan, state, finished=stop)
@@ -134,6 +142,8 @@ def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state
         guard.give_up(state.guard, history.steps - 1)
     if stop:
         history.stopped = history.stopped or converged
+    elif history.steps < plan.total:
+        history.stopped = _without_better(plan)
 
 
 def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Batch) -> str:
@@ -143,7 +153,7 @@ def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Ba
     problem.seed_step(number)
     started = time.perf_counter()
     with full_precision(problem.device.type):
-        state.guard, info = guard.step(state.guard, batch, number, plan.total)
+        state.guard, info = guard.step(state.guard, batch, number, state.total(plan))
     history.seconds += time.perf_counter() - started
     if info.skipped:
         history.skipped.append((number, info.skipped))
@@ -201,10 +211,13 @@ def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunSta
     history, stop = state.history, False
     done = history.steps
     problem.seed_step(-2 - done)  # a sampled score is the same after an interruption
-    if plan.validation is not None and (done % plan.validate_every == 0 or done == plan.total):
-        stop = distributed.agreed(_validate(problem, plan, state), problem.device)
-        if stop:
-            history.stopped = f"no better validation in {plan.patience}"
+    if plan.validation is not None and (done % plan.validate_every == 0 or done == state.total(plan)):
+        is_over = distributed.agreed(_validate(problem, plan, state), problem.device)
+        if is_over and plan.falls and 2 * done < state.total(plan):
+            state.shortened = 2 * done  # as from the middle of a run of so many steps
+            log.info("%s: the learning rate falls from here on, until step %d", _without_better(plan), 2 * done)
+        elif is_over:
+            history.stopped, stop = _without_better(plan), True
     state.pending = False
     epoch, rest = divmod(done, source.steps_per_epoch)
     seen = Step(done, epoch, rest == 0, history.loss[-1], problem.model, problem.likelihood, history)
@@ -219,7 +232,12 @@ def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunSta
     return stop
 
 
+def _without_better(plan: Plan) -> str:
+    return f"no better validation in {plan.patience}"
+
+
 def _validate(problem: Problem, plan: Plan, state: RunState) -> bool:
+    """Whether patience is over."""
     history, value = state.history, _score(problem, plan, state)
     history.validation.append((history.steps, value))
     if plan.patience is None:
@@ -227,8 +245,8 @@ def _validate(problem: Problem, plan: Plan, state: RunState) -> bool:
     if math.isfinite(value) and (state.best is None or value < state.best["score"]):
         state.best = {"score": value, "step": history.steps, **problem.copy_state()}
         history.best_step = history.steps
-    best_step = 0 if state.best is None else state.best["step"]
-    return sum(step > best_step for step, _ in history.validation) >= plan.patience
+    since = max(0 if state.best is None else state.best["step"], (state.shortened or 0) // 2)
+    return sum(step > since for step, _ in history.validation) >= plan.patience
 
 
 def _score(problem: Problem, plan: Plan, state: RunState) -> float:
@@ -267,6 +285,7 @@ def _save(problem: Problem, guard: Guard, plan: Plan, state: RunState, finished:
             "failures": state.guard.failures,
             "best": state.best,
             "pending": state.pending,
+            "shortened": state.shortened,
             "callbacks": [c.state_dict() if hasattr(c, "state_dict") else None for c in plan.callbacks],
         },
     )
@@ -292,6 +311,7 @@ def _restore(problem: Problem, guard: Guard, plan: Plan) -> tuple[RunState, bool
         history,
         saved["best"],
         saved.get("pending", False),
+        saved.get("shortened"),
     )
     # A run that was asked for more steps than before continues.
     finished = bool(saved["finished"]) and (plan.total <= saved["total"] or bool(history.stopped))
