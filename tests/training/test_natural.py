@@ -834,3 +834,18 @@ def test_inducing_points_move_where_each_batch_has_one_row():
     before = model.variational_strategy.inducing_points.detach().clone()
     tighter_gp.fit(model, make_noise(0.1), x, torch.sin(6 * x[:, 0]), steps=10, batch_size=1)
     assert (model.variational_strategy.inducing_points - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shared", ["inputs", "kernel"])
+def test_models_of_a_batch_that_share_a_q_are_refused(shared):
+    """Each pays the KL divergence of q(u), which a natural step takes once."""
+    x = torch.linspace(0.0, 4.0, 12).unsqueeze(-1)
+    y = torch.stack([x[:, 0].sin(), x[:, 0].cos()])
+    kernel = gpytorch.kernels.RBFKernel(batch_shape=torch.Size([2] if shared == "kernel" else []))
+    inputs = x.expand(2, 12, 1) if shared == "inputs" else x
+    run = lambda model, **kwargs: tighter_gp.fit(model, make_noise(0.1), inputs, y, steps=2, batch_size=None, **kwargs)
+    with pytest.raises(
+        ValueError, match=r"A batch of 2 models shares one q\(u\), .* batch_shape=\(2,\), or pass natural"
+    ):
+        run(make_gp(x[:4].clone(), kernel))
+    assert len(run(make_gp(x[:4].clone(), kernel), natural_gradients=False).loss) == 2

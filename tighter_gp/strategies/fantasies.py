@@ -82,6 +82,15 @@ class FantasyGP(_BaseExactGP):
             self.prediction_strategy = made.with_known(self.known)
         return super().__call__(*args, **kwargs)
 
+    def get_fantasy_model(self, inputs: Tensor, targets: Tensor, **kwargs: Any) -> FantasyGP:
+        """As of any exact GP; the noise is the likelihood's."""
+        if kwargs:
+            raise TypeError(
+                f"get_fantasy_model takes no {', '.join(f'{name}=' for name in kwargs)}: new observations have the noise of "
+                "model.likelihood, which can be set before."
+            )
+        return super().get_fantasy_model(inputs, targets)
+
 
 @torch.no_grad()
 def make_fantasy_gp(

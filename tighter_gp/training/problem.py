@@ -80,10 +80,17 @@ class Problem:
         loss = self.loss(batch)
         return loss if batch.weight == 1 else loss * batch.weight
 
-    def start_beta(self, batch: Batch) -> None:
-        """See :func:`~tighter_gp.training.initialization.start_beta`."""
+    def begin(self, batch: Batch, is_natural: bool) -> None:
+        """See :func:`~tighter_gp.training.initialization.start_beta`; and several models may not share a q(u) that natural
+        gradients move, since each pays its KL divergence, where a natural step pays once.
+        """
         if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):
             q = self.model(batch.x, **self.positions(batch))
+            if is_natural and q.batch_shape.numel() > self.model.variational_strategy.kl_divergence().numel():
+                raise ValueError(
+                    f"A batch of {q.batch_shape.numel()} models shares one q(u), which natural gradients cannot move: give it "
+                    f"batch_shape={tuple(q.batch_shape)}, or pass natural_gradients=False."
+                )
             average = partial(distributed.weighted_sum, weight=batch.weight)
             start_beta(self.model, self.likelihood, q, batch.y, average=average, **batch.kwargs)
 

@@ -96,7 +96,7 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
         restored = _restore(problem, guard, plan) if plan.resume else None
         state, finished = restored or (RunState(guard.init()), False)
         if state.history.steps == 0:
-            _initialise(problem, source)
+            _initialise(problem, source, guard.inner.name == "natural")
         distributed.share_state(problem.modules.values())
         progress.start(state.history)
         if not finished:
@@ -174,7 +174,7 @@ def _settle(problem: Problem, guard: Guard, state: RunState, batch: Batch) -> No
         log.warning("after the last step: %s", reason)
 
 
-def _initialise(problem: Problem, source: BatchSource) -> None:
+def _initialise(problem: Problem, source: BatchSource, is_natural: bool) -> None:
     """GPyTorch sets q(u) at the first call, with a little noise: do it here, once for all processes."""
     with torch.no_grad(), problem.own_random_state():
         problem.seed_step(-1)
@@ -187,7 +187,7 @@ def _initialise(problem: Problem, source: BatchSource) -> None:
             failed = 1.0
         if not distributed.total(failed, problem.device):
             distributed.share_state(problem.modules.values())  # the first one's q(u), before anything is made of it
-            problem.start_beta(batch)
+            problem.begin(batch, is_natural)
 
 
 @contextmanager
