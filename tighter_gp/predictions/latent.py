@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..checks import check_dims, raise_if_not_finite
 from ..collapsed import CollapsedGP
 from ..data import Rows, input_rows, reference
+from ..draws import seeded
 from ..kernels import TighterInducingPointKernel
 from ..maths.linalg import full_precision
 from ..modes import chunks, temporary_mode
@@ -117,7 +117,7 @@ def predict(
                 raise_if_not_finite(inputs)
                 yield part, evaluate(inputs)
 
-        with _seeded(seed, like.device) if isinstance(evaluate, _Called) else torch.no_grad():
+        with seeded(seed, like.device) if isinstance(evaluate, _Called) else torch.no_grad():
             whole = joined(parts(), len(rows), like.dtype)
     if isinstance(evaluate, _WithLastTerm) and evaluate.num_clamped:
         warnings.warn(
@@ -208,10 +208,3 @@ class _Called:
         if not isinstance(q, MultivariateNormal):
             raise TypeError(f"The model must return a MultivariateNormal in eval mode; got {type(q).__name__}.")
         return function_values(q)
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
