@@ -173,7 +173,7 @@ def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, *
     """
     if has_closed_form(likelihood, "expected_log_prob_of_moments"):
         is_multitask = isinstance(q, MultitaskMultivariateNormal)
-        variance = marginal_variance(q) if is_multitask else q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+        variance = marginal_variance(q) if is_multitask else event_variance(q)
         return likelihood.expected_log_prob_of_moments(targets, q.mean, variance)
     if _is_laplace(likelihood):
         return _laplace_expectation(likelihood, targets, q)
@@ -209,14 +209,20 @@ def place_samples(q: MultivariateNormal, draws: Tensor) -> Tensor:
     return q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)
 
 
+def event_variance(q: MultivariateNormal) -> Tensor:
+    """Variances in the shape of q's mean, exact: no rounding up of small ones, no reading back to the host."""
+    variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+    if not isinstance(q, MultitaskMultivariateNormal):
+        return variance
+    num_points, num_tasks = q.event_shape
+    if q._interleaved:
+        return variance.unflatten(-1, (num_points, num_tasks))
+    return variance.unflatten(-1, (num_tasks, num_points)).mT
+
+
 def marginal_variance(q: MultivariateNormal) -> Tensor:
     """``q.variance``, whose clamp GPyTorch decides on by a value read back from the device."""
-    variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
-    if isinstance(q, MultitaskMultivariateNormal):
-        num_points, num_tasks = q.event_shape
-        order = (num_points, num_tasks) if q._interleaved else (num_tasks, num_points)
-        variance = variance.unflatten(-1, order)
-        variance = variance if q._interleaved else variance.mT
+    variance = event_variance(q)
     return variance.clamp_min(settings.min_variance.value(variance.dtype))
 
 

@@ -19,6 +19,7 @@ from ..maths.bounds import gaussian_expected_log_prob
 from .properties import (
     correlates_tasks,
     draw_samples,
+    event_variance,
     expected_log_prob,
     gaussian_noise,
     is_gaussian,
@@ -85,7 +86,7 @@ def expected_slopes(
         return Slopes(value, *_sampled_slopes(likelihood, targets, q, samples, **kwargs))
     if is_gaussian(likelihood):
         noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs).expand(q.mean.shape)
-        value = gaussian_expected_log_prob(targets, q.mean, _exact_variance(q), noise)
+        value = gaussian_expected_log_prob(targets, q.mean, event_variance(q), noise)
         return Slopes(value, (targets - q.mean) / noise, noise.reciprocal())
     with torch.enable_grad():
         mean, variance = (tensor.detach().requires_grad_() for tensor in (q.mean, marginal_variance(q)))
@@ -157,17 +158,6 @@ def _softmax_curvature(likelihood: SoftmaxLikelihood, samples: Tensor, full: boo
         return (probs @ weights.square() - first.square()).mean(0)
     second = torch.einsum("s...i,s...j->...ij", first, first) / len(probs)
     return (weights.mT * probs.mean(0).unsqueeze(-2)) @ weights - second
-
-
-def _exact_variance(q: MultivariateNormal) -> Tensor:
-    """The variances without a floor, in the shape of the mean."""
-    variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
-    if not isinstance(q, MultitaskMultivariateNormal):
-        return variance
-    num_points, num_tasks = q.event_shape
-    return (
-        variance.unflatten(-1, q.event_shape) if q._interleaved else variance.unflatten(-1, (num_tasks, num_points)).mT
-    )
 
 
 def _independent(q: MultivariateNormal, mean: Tensor, variance: Tensor) -> MultivariateNormal:

@@ -22,6 +22,7 @@ from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import (
     correlates_tasks,
     draw_samples,
+    event_variance,
     expected_log_prob,
     filled,
     gaussian_noise,
@@ -36,7 +37,7 @@ from ..likelihoods.slopes import mean_curvature, sampled_log_prob
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
 from ..maths.fused import fused_gaussian_terms
 from ..recording import is_recording
-from .wrapped import copied_dims, event_variance, pull_back, together, with_variance
+from .wrapped import copied_dims, pull_back, together, with_variance
 
 
 class DataTerms(NamedTuple):

@@ -11,6 +11,7 @@ from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVar
 from torch import Tensor
 
 from ..carrier import Carrier, replace_variance
+from ..likelihoods.properties import event_variance
 
 
 def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
@@ -19,17 +20,6 @@ def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal
     if isinstance(q, MultitaskMultivariateNormal):
         return MultitaskMultivariateNormal(q.mean, covar, interleaved=q._interleaved)
     return q.__class__(q.mean, covar)
-
-
-def event_variance(q: MultivariateNormal) -> Tensor:
-    """Variances in the shape of q's mean, exact: no rounding up of small ones, no reading back to the host."""
-    diagonal = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
-    if not isinstance(q, MultitaskMultivariateNormal):
-        return diagonal
-    num_points, num_tasks = q.event_shape
-    if q._interleaved:
-        return diagonal.reshape(*diagonal.shape[:-1], num_points, num_tasks)
-    return diagonal.reshape(*diagonal.shape[:-1], num_tasks, num_points).mT
 
 
 def pull_back(

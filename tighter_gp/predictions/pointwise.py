@@ -22,7 +22,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..likelihoods.properties import check_tasks, has_own, has_own_noise
+from ..likelihoods.properties import check_tasks, event_variance, has_own, has_own_noise
 
 
 class FunctionValues(NamedTuple):
@@ -76,22 +76,17 @@ def function_values(q: MultivariateNormal) -> FunctionValues:
     """
     covar = q.lazy_covariance_matrix
     if not isinstance(q, MultitaskMultivariateNormal):
-        return FunctionValues(q.mean, covar.diagonal(dim1=-1, dim2=-2))
+        return FunctionValues(q.mean, event_variance(q))
     num_points, num_tasks = q.event_shape
     # Blocks of the points of a task: the tasks are independent.
-    if isinstance(covar, BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator):
-        diagonal = covar.diagonal(dim1=-1, dim2=-2)
-        if q._interleaved:
-            return FunctionValues(q.mean, diagonal.unflatten(-1, (num_points, num_tasks)), None, True)
-        return FunctionValues(q.mean, diagonal.unflatten(-1, (num_tasks, num_points)).mT, None, True)
-    if q._interleaved and isinstance(covar, DiagLinearOperator):
-        diagonal = covar.diagonal(dim1=-1, dim2=-2)
-        return FunctionValues(q.mean, diagonal.unflatten(-1, (num_points, num_tasks)), None, True)
+    blocks = BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator
+    if isinstance(covar, blocks) or (q._interleaved and isinstance(covar, DiagLinearOperator)):
+        return FunctionValues(q.mean, event_variance(q), None, True)
     if q._interleaved:
         covariance = _point_blocks(covar, num_tasks)
     else:
-        blocks = to_dense(covar).unflatten(-1, (num_tasks, num_points)).unflatten(-3, (num_tasks, num_points))
-        covariance = blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
+        matrix = to_dense(covar).unflatten(-1, (num_tasks, num_points)).unflatten(-3, (num_tasks, num_points))
+        covariance = matrix.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
     return FunctionValues(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
 
 
