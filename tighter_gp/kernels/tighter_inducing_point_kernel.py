@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
 from gpytorch.mlls import AddedLossTerm
 from linear_operator import LinearOperator
-from linear_operator.operators import (
-    DiagLinearOperator,
-    MatmulLinearOperator,
-)
+from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from torch import Tensor
 
 from ..collapsed.collapsed_gp import kernel_projector
@@ -25,47 +23,29 @@ from ..collapsed.sgpr_prediction import CurrentPredictionStrategy, explained_cov
 from ..conditionals import Blocks, ResidualBlocks
 from ..likelihoods.properties import is_gaussian
 from ..maths.bounds import PENALTIES, block_penalty, check_bound
-from ..maths.linalg import full_precision
-from ..prior import Projection, Projector
+from ..maths.linalg import full_precision, residual_variance
+from ..prior import PriorBlocks, Projection, Projector
 
 
 class CollapsedAddedLossTerm(AddedLossTerm):
-    r"""What the residual variance costs in a collapsed bound; GPyTorch adds it to the exact log density of q.
+    r"""What the residual costs in a collapsed bound; GPyTorch adds it to the exact log density of q.
 
-    :param residual: :math:`d_n`, shape ``... x N``.
-    :param likelihood: Brings the noise.
-    :param penalty: One of the penalties of :mod:`tighter_gp.bounds`.
-    """
-
-    def __init__(self, residual: Tensor, likelihood: Likelihood, penalty: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.residual = residual
-        self.likelihood = likelihood
-        self.penalty = penalty
-
-    def loss(self, *params: Any) -> Tensor:
-        _refuse_missing()
-        noise = self.likelihood._shaped_noise_covar(self.residual.shape, *params).diagonal(dim1=-1, dim2=-2)
-        return -self.penalty(self.residual, noise)
-
-
-class BlockAddedLossTerm(AddedLossTerm):
-    r"""What the residual covariance within blocks costs; see :func:`~tighter_gp.bounds.block_penalty`.
-
-    :param blocks: :math:`D_{bb}` and the points of each block.
     :param shape: Shape of the targets.
     :param likelihood: Brings the noise.
+    :param price: From noise variances, ``... x N``, to the price: one of the penalties of :mod:`tighter_gp.bounds`.
     """
 
-    def __init__(self, blocks: ResidualBlocks, shape: torch.Size, likelihood: Likelihood) -> None:
-        self.blocks = blocks
-        self.shape = shape
-        self.likelihood = likelihood
+    def __init__(self, shape: torch.Size, likelihood: Likelihood, price: Callable[[Tensor], Tensor]) -> None:
+        self.shape, self.likelihood, self.price = shape, likelihood, price
 
     def loss(self, *params: Any) -> Tensor:
         _refuse_missing()
         noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
-        noise_in_blocks = noise[..., self.blocks.rows].to(self.blocks.covariance.dtype)
-        return -block_penalty(self.blocks.covariance, noise_in_blocks).to(noise.dtype)
+        return -self.price(noise).to(noise.dtype)
+
+
+def _price_of_blocks(blocks: ResidualBlocks, noise: Tensor) -> Tensor:
+    return block_penalty(blocks.covariance, noise[..., blocks.rows].to(blocks.covariance.dtype))
 
 
 def _refuse_missing() -> None:
@@ -167,13 +147,13 @@ class TighterInducingPointKernel(InducingPointKernel):
             self.base_kernel, self.inducing_points, noise, self.jitter_val, precision=precision, warned=self._warned
         )
 
-    def _project(self, x: Tensor) -> tuple[Projector, Any, Projection]:
+    def _project(self, x: Tensor) -> tuple[Projector, PriorBlocks, Projection]:
         projector = self.projector()
         projector.lower = self.training or not torch.is_grad_enabled()
         with full_precision(x.device.type):
             prior, _ = projector.factorized(x)
             matrix = projector.project(prior)
-            residual = (prior.data_variance - matrix.square().sum(-2)).clamp_min(0.0).to(x.dtype)
+            residual = residual_variance(prior.data_variance, matrix).to(x.dtype)
         return projector, prior, Projection(prior.mean, matrix, residual)
 
     def _get_covariance(self, x1: Tensor, x2: Tensor) -> LinearOperator:
@@ -215,17 +195,21 @@ class TighterInducingPointKernel(InducingPointKernel):
         covar = explained_covariance(points.matrix.mT, x1.dtype)
         return covar.diagonal(dim1=-1, dim2=-2) if diag else covar
 
-    def _penalty_term(self, projector: Projector, prior: Any, points: Projection) -> AddedLossTerm:
-        if self.bound in PENALTIES:
-            return CollapsedAddedLossTerm(points.residual, self.likelihood, PENALTIES[self.bound])
+    def _penalty_term(self, projector: Projector, prior: PriorBlocks, points: Projection) -> AddedLossTerm:
         residual = points.residual
-        # The full bound is that of a single block.
-        one = torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device)
-        blocks = Blocks(one) if self.bound == "full" else self.blocks
-        if blocks is None:
-            raise ValueError("bound='block' needs the labels of the training points: build the kernel with blocks=.")
-        within = lambda sets: projector.residual_within(prior, points.matrix, sets)
-        return BlockAddedLossTerm(blocks.residual_blocks(residual, within), residual.shape, self.likelihood)
+        if self.bound in PENALTIES:
+            price = partial(PENALTIES[self.bound], residual)
+        else:
+            # The full bound is that of a single block.
+            one = torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device)
+            blocks = Blocks(one) if self.bound == "full" else self.blocks
+            if blocks is None:
+                raise ValueError(
+                    "bound='block' needs the labels of the training points: build the kernel with blocks=."
+                )
+            within = lambda sets: projector.residual_within(prior, points.matrix, sets)
+            price = partial(_price_of_blocks, blocks.residual_blocks(residual, within))
+        return CollapsedAddedLossTerm(residual.shape, self.likelihood, price)
 
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: MultivariateNormal, train_labels: Tensor, likelihood: Likelihood
