@@ -9,7 +9,7 @@ is then evaluated by GPyTorch itself.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from ..maths.fused import once_differentiable
+from ..modes import spans
 
 
 class Leaf(NamedTuple):
@@ -285,7 +286,7 @@ class _SquaredDistance(torch.autograd.Function):
         return _pull(grad, x1, x2, 2.0), _pull(grad.mT, x2, x1, 2.0)
 
 
-def _lower_linear(kernel: Kernel) -> LoweredKernel | None:
+def _lower_linear(kernel: Kernel) -> LoweredKernel:
     return LoweredKernel(
         (Leaf(kernel, "variance"),),
         lambda values, x1, x2: (x1 * values[0]) @ x2.mT,
@@ -314,29 +315,20 @@ def _lower_composition(kernel: Kernel, combine: Callable[[Tensor, Tensor], Tenso
     if any(part is None for part in parts):
         return None
     lowered = [part for part in parts if part is not None]
-    ends = [0]
-    for part in lowered:
-        ends.append(ends[-1] + len(part.leaves))
+    pairs = list(zip(lowered, spans(len(part.leaves) for part in lowered), strict=True))
 
-    def fold(results: list[Tensor]) -> Tensor:
-        total = results[0]
-        for result in results[1:]:
-            total = combine(total, result)
-        return total
+    fold = functools.partial(functools.reduce, combine)
 
     def blocks(values: Values, x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = [part.blocks(values[span], x, size) for part, span in zip(lowered, spans, strict=True)]  # type: ignore[misc]
+        found = [part.blocks(values[span], x, size) for part, span in pairs]  # type: ignore[misc]
         inducing, cross, spread = (list(results) for results in zip(*found, strict=True))
         return fold(inducing), fold(cross), torch.stack(spread).amax()
 
-    spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
-    spreads = [(part.spread, span) for part, span in zip(lowered, spans, strict=True) if part.spread is not None]
+    spreads = [(part.spread, span) for part, span in pairs if part.spread is not None]
     return LoweredKernel(
         tuple(leaf for part in lowered for leaf in part.leaves),
-        lambda values, x1, x2: fold(
-            [part.covariance(values[span], x1, x2) for part, span in zip(lowered, spans, strict=True)]
-        ),
-        lambda values, x: fold([part.variance(values[span], x) for part, span in zip(lowered, spans, strict=True)]),
+        lambda values, x1, x2: fold([part.covariance(values[span], x1, x2) for part, span in pairs]),
+        lambda values, x: fold([part.variance(values[span], x) for part, span in pairs]),
         (lambda values, x1, x2: torch.stack([spread(values[span], x1, x2) for spread, span in spreads]).amax())
         if spreads
         else None,

@@ -18,6 +18,7 @@ from ..conditionals import Conditional
 from ..maths.collapsed import add_identity
 from ..maths.moments import Whitened
 from ..maths.solve_gp import join_whitened, orthogonal_cholesky, solve_gp_whitened_from_gram
+from ..modes import spans
 from .base import TighterStrategy
 from .distributions import set_distribution, to_whitened
 
@@ -197,12 +198,10 @@ def _kl_joint(p: _JointNormal, q: MultivariateNormal) -> Tensor:
     variance = q.lazy_covariance_matrix
     if not p.parts or not isinstance(variance, DiagLinearOperator):
         return kl_divergence(MultivariateNormal(p.mean, p.lazy_covariance_matrix), q)
-    total, start = p.mean.new_zeros(()), 0
-    for part in p.parts:
-        rows = slice(start, start + part.mean.size(-1))
+    total = p.mean.new_zeros(())
+    for part, rows in zip(p.parts, spans(part.mean.size(-1) for part in p.parts), strict=True):
         diagonal = variance.diagonal(dim1=-1, dim2=-2)[..., rows]
         total = total + kl_divergence(part, MultivariateNormal(q.mean[..., rows], DiagLinearOperator(diagonal)))
-        start = rows.stop
     return total
 
 

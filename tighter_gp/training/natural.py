@@ -29,6 +29,7 @@ from ..checks import NUMERICAL_ERRORS, passed
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..maths.linalg import full_precision
 from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
+from ..modes import spans
 from ..posterior import has_own_call
 from ..recording import Before, Record, recorded_projections
 from .natural_entries import Entry
@@ -282,13 +283,11 @@ class NaturalGradients:
         self, strategy: Any, prior_mean: Tensor, projection: Tensor, gaussian: GaussianTargets, weight: float
     ) -> None:
         """Slopes under Gaussian noise: nothing but q(u)'s mean is needed for them."""
-        mean, start = prior_mean, 0
-        for group in self._groups[id(strategy)]:
-            stop = start + group.num_rows
+        mean = prior_mean
+        for group, rows in self._parts(strategy):
             part = group.distributions[0]().mean if group.entry is None else group.entry.mean()
-            rows = projection[..., start:stop, :]
-            mean = mean + (rows.mT @ part.to(projection.dtype).unsqueeze(-1)).squeeze(-1).to(mean.dtype)
-            start = stop
+            product = projection[..., rows, :].mT @ part.to(projection.dtype).unsqueeze(-1)
+            mean = mean + product.squeeze(-1).to(mean.dtype)
         scale = self.num_data * weight / (self.beta * gaussian.values.size(-1))
         curvature = (scale / gaussian.noise).expand(mean.shape)
         self._pending = []
@@ -296,12 +295,15 @@ class NaturalGradients:
 
     def _note(self, strategy: Any, projection: Tensor, slope: Tensor, curvature: Tensor) -> None:
         """Slopes of the bound of all data, for every group of a strategy."""
-        curvature, start = curvature.clamp_min(0.0), 0
-        for group in self._groups[id(strategy)]:
-            stop = start + group.num_rows
+        curvature = curvature.clamp_min(0.0)
+        for group, rows in self._parts(strategy):
             if group.entry is not None:
-                self._pending.append((group.entry, projection[..., start:stop, :], slope, curvature))
-            start = stop
+                self._pending.append((group.entry, projection[..., rows, :], slope, curvature))
+
+    def _parts(self, strategy: Any) -> Iterator[tuple[Group, slice]]:
+        """The groups of a strategy, and which rows of the projection are theirs."""
+        groups = self._groups[id(strategy)]
+        return zip(groups, spans(group.num_rows for group in groups), strict=True)
 
     @torch.no_grad()
     def step(self, size: Size, fraction: float = 1.0) -> Size:

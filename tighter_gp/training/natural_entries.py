@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 from gpytorch.variational import _VariationalDistribution
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..checks import checks_are_deferred, passed, same_values
 from ..maths.natural import NaturalParameters
+from ..modes import spans
 from .natural_forms import init_natural, mean_of, parameter_values, vector_and_matrix
 
 
@@ -103,8 +103,7 @@ class Entry:
 
     def _rows(self) -> list[slice]:
         """Which rows of the projection belong to which distribution."""
-        ends = list(accumulate(distribution.num_inducing_points for distribution in self.distributions))
-        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return spans(distribution.num_inducing_points for distribution in self.distributions)
 
     def accept(self, q: NaturalParameters, probe: Tensor | None) -> None:
         """Take over a step that was written to the distribution."""
@@ -172,9 +171,7 @@ def _joint(parts: Sequence[NaturalParameters]) -> NaturalParameters:
     if len(parts) == 1:
         return parts[0]
     linear = torch.cat([part.linear for part in parts], dim=-1)
-    precision, start = linear.new_zeros(*linear.shape, linear.size(-1)), 0
-    for part in parts:
-        stop = start + part.linear.size(-1)
-        precision[..., start:stop, start:stop] = part.precision
-        start = stop
+    precision = linear.new_zeros(*linear.shape, linear.size(-1))
+    for part, rows in zip(parts, spans(part.linear.size(-1) for part in parts), strict=True):
+        precision[..., rows, rows] = part.precision
     return NaturalParameters(precision, linear)
