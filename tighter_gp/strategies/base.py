@@ -27,12 +27,22 @@ from ..checks import (
 )
 from ..conditionals import Conditional, make_conditional
 from ..conditionals.base import ConditionalAddedLossTerm
+from ..maths.collapsed import add_identity, collapse
 from ..maths.fused import fused_kl, fused_moments
-from ..maths.linalg import full_precision, project
+from ..maths.linalg import cholesky, full_precision, project
 from ..maths.moments import Whitened, explained_root, projected_moments
+from ..modes import spans
 from ..prior.projector import FactorCache, PriorBlocks, Projector, one_block
 from ..recording import announce, earlier_prior, record
-from .distributions import is_untouched, parameters_of, set_to_prior, standard_normal, to_whitened, whiten
+from .distributions import (
+    is_untouched,
+    parameters_of,
+    set_distribution,
+    set_to_prior,
+    standard_normal,
+    to_whitened,
+    whiten,
+)
 from .fantasies import FantasyGP, make_fantasy_gp
 from .paths import register_paths
 
@@ -170,6 +180,21 @@ class TighterStrategy(VariationalStrategy):
         """After q(u) was set by hand: GPyTorch must not overwrite it at the first call."""
         self.variational_params_initialized.fill_(1)
         self._clear_cache()
+
+    def set_optimal(self, gram: Tensor, linear: Tensor) -> None:
+        r"""Put q(u) at its optimum for Gaussian noise, from sums over the training data.
+
+        The mean is that of all whitened variables together, the covariance of each factor of q(u) that of its own.
+
+        :param gram: :math:`\sum_n a_n a_n^\top / \sigma_n^2`, ``... x M x M``.
+        :param linear: :math:`\sum_n a_n (y_n - \mu(x_n)) / \sigma_n^2`, ``... x M``.
+        """
+        checked = lambda block, _, *scale: cholesky(block, "I + A A'/noise", *scale)
+        mean = collapse(gram, linear, lambda gram: self.factorize(add_identity(gram), checked)).weights
+        parts = spans(distribution.num_inducing_points for distribution in self.distributions)
+        for distribution, part in zip(self.distributions, parts, strict=True):
+            set_distribution(distribution, mean[..., part], add_identity(gram[..., part, part]))
+        self.mark_initialized()
 
     def _initialize(self, x: Tensor) -> None:
         """GPyTorch's first-call work, without its inverse of the identity; reads flags back if they may have changed."""

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributions.kl import kl_divergence, register_kl
 
 from ..conditionals import Conditional
-from ..maths.collapsed import add_identity
 from ..maths.moments import Whitened
-from ..maths.solve_gp import join_whitened, orthogonal_cholesky, solve_gp_whitened_from_gram
+from ..maths.solve_gp import join_whitened, orthogonal_cholesky
 from ..modes import spans
 from .base import TighterStrategy
-from .distributions import set_distribution, to_whitened
+from .distributions import to_whitened
 
 
 class SolveGPVariationalStrategy(TighterStrategy):
@@ -144,19 +143,6 @@ class SolveGPVariationalStrategy(TighterStrategy):
             for index in reversed(divmod(int(pair), num_points))
         ]
         return f"Most alike are {names[0]} and {names[1]}, with prior correlation {highest.item():.9g}."
-
-    def set_optimal(self, gram: Tensor, linear: Tensor) -> None:
-        r"""Put q(u) and q(v) at their optimum for Gaussian noise, from sums over the training data.
-
-        :param gram: :math:`\sum_n h_n h_n^\top / \sigma_n^2` with :math:`h_n = (a_n, b_n)`, ``... x M x M``.
-        :param linear: :math:`\sum_n h_n (y_n - \mu(x_n)) / \sigma_n^2`, ``... x M``.
-        """
-        num_inducing = self.inducing_points.size(-2)
-        optimum = solve_gp_whitened_from_gram(gram, linear, num_inducing)
-        rows = slice(num_inducing), slice(num_inducing, None)
-        for distribution, q, part in zip(self.distributions, optimum, rows, strict=True):
-            set_distribution(distribution, q.mean, add_identity(gram[..., part, part]))
-        self.mark_initialized()
 
     # -- pseudo-data, for fantasies ---------------------------------------------------------------------------------------
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..maths.collapsed import add_identity
-from ..maths.moments import whitened_from_gram
 from .base import TighterStrategy
-from .distributions import set_distribution
 
 
 class TighterVariationalStrategy(TighterStrategy):
@@ -49,12 +44,3 @@ class TighterVariationalStrategy(TighterStrategy):
         >>> model(torch.rand(7, 1)).mean.shape
         torch.Size([7])
     """
-
-    def set_optimal(self, gram: Tensor, linear: Tensor) -> None:
-        r"""Put q(u) at its optimum for Gaussian noise, from sums over the training data.
-
-        :param gram: :math:`\sum_n a_n a_n^\top / \sigma_n^2`, ``... x M x M``.
-        :param linear: :math:`\sum_n a_n (y_n - \mu(x_n)) / \sigma_n^2`, ``... x M``.
-        """
-        set_distribution(self._variational_distribution, whitened_from_gram(gram, linear).mean, add_identity(gram))
-        self.mark_initialized()
