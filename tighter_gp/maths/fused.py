@@ -53,11 +53,7 @@ class _KnownFactor(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_factor: Tensor) -> tuple[Tensor, None]:
         (factor,) = ctx.saved_tensors
-        inner = (factor.mT @ grad_factor).tril()
-        inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-1, dim2=-2))
-        outer = solve_lower_transposed(factor, inner)
-        outer = torch.linalg.solve_triangular(factor, outer, upper=False, left=False)
-        return 0.5 * (outer + outer.mT), None
+        return -factor_gradient(factor, factor.mT @ grad_factor), None
 
 
 def reuse_cholesky(matrix: Tensor, factor: Tensor) -> Tensor:
