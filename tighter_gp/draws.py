@@ -11,14 +11,33 @@ from torch import Tensor
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws on the CPU and on a device follow a seed; afterwards every global generator is as it was."""
-    has_own = device.type not in ("cpu", "meta")
-    with torch.random.fork_rng([device] if has_own else [], device_type=device.type if has_own else "cuda"):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices of others too
-        if has_own:
-            state = torch.Generator(device).manual_seed(seed).get_state()
-            torch.get_device_module(device).set_rng_state(state, device)
+    """Draws on the CPU and on a device follow a seed; afterwards the global state is as it was."""
+    with kept_random_state(device):
+        seed_generators(seed, device)
         yield
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn or seeded within it, the global state of the CPU and of a device is found again as it was."""
+    has_own = _has_generator(device)
+    with torch.random.fork_rng([device] if has_own else [], device_type=device.type if has_own else "cuda"):
+        yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the CPU's generator and that of a device."""
+    # torch.manual_seed would seed every kind of device, and walks the stack for those that are not there.
+    torch.default_generator.manual_seed(seed)
+    if _has_generator(device):
+        module = getattr(torch, device.type)
+        with module.device(device):
+            module.manual_seed(seed)
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Whether numbers on this device are drawn from a generator other than the CPU's."""
+    return device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "manual_seed")
 
 
 def standard_normal(shape: tuple[int, ...] | torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:

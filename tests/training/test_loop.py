@@ -12,13 +12,13 @@ import torch
 import tighter_gp
 from tests.tools.support import Q_FORMS
 from tests.training.problems import M, N, data, parameters, problem
+from tighter_gp.draws import seed_generators
 from tighter_gp.training import fit, natural_steps
 from tighter_gp.training import steps as training_steps
 from tighter_gp.training.batches import ArrayBatches
 from tighter_gp.training.natural_compiled import CompiledNaturalStep
 from tighter_gp.training.optimizers import SCHEDULES
 from tighter_gp.training.problem import Problem
-from tighter_gp.training.randomness import seed_generators
 
 
 def test_mini_batch_training_raises_the_bound_and_restores_modes():

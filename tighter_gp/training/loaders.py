@@ -20,9 +20,10 @@ from torch.utils.data import (
 from ..checks import check_range
 from ..conditionals.blocks import BlockBatchSampler
 from ..data import check_array, move, signed
+from ..draws import seed_generators
 from . import distributed
 from .batches import Batch, BatchSource
-from .randomness import own_random_state, seed_generators, seed_of
+from .randomness import kept_states, own_random_state, seed_of
 
 # Samplers whose length is not the number of points they visit, and where they have these points.
 _POPULATIONS = {DistributedSampler: "dataset", RandomSampler: "data_source"}
@@ -60,8 +61,7 @@ class LoaderBatches(BatchSource):
                 "fit needs to know the number of training points: pass num_data=, give the DataLoader a dataset with a length, "
                 "or pass arrays; memory-mapped numpy arrays may be larger than the memory."
             ) from None
-        self.batch_size = getattr(loader, "batch_size", None) or 0
-        per_process = self.batch_size
+        per_process = getattr(loader, "batch_size", None) or 0
         self._most_rows = 0 if num_data is not None else per_process
         self.batch_size = round(distributed.total(per_process, like.device))
         self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, per_process)
@@ -205,11 +205,8 @@ def _num_listed(loader: Any, batches: Iterable[Any]) -> int:
     if isinstance(batches, (list, tuple)):
         return len({int(row) for batch in batches for row in batch})
     if not hasattr(batches, "__next__"):  # an iterator would be used up
-        generators = [(generator, generator.get_state()) for generator in _generators(loader)]
-        with own_random_state(torch.device("cpu")):
+        with kept_states(_generators(loader)), own_random_state(torch.device("cpu")):
             count = len({int(row) for batch in batches for row in batch})
-        for generator, state in generators:
-            generator.set_state(state)
         if count == len(loader.dataset):
             return count
     raise ValueError(

@@ -14,12 +14,13 @@ from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..collapsed import CollapsedGP
+from ..draws import seed_generators
 from ..labels import check_value
 from ..mlls.priors import log_prior
 from . import distributed
 from .batches import Batch
 from .initialization import start_beta
-from .randomness import own_random_state, seed_generators, seed_of
+from .randomness import own_random_state, seed_of
 
 
 class Problem:

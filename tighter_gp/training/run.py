@@ -10,8 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ from .history import History, Step
 from .interrupts import SecondInterrupt, held_back
 from .problem import Problem
 from .progress import Progress
+from .randomness import kept_states
 from .validation import HeldOut, score, try_out
 
 log = logging.getLogger("tighter_gp")
@@ -88,7 +88,7 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
     with (
         temporary_mode(problem.model, True),
         temporary_mode(problem.likelihood, True),
-        _own_generators(source),
+        kept_states(source.generators),
         progress,
     ):
         if plan.checkpoint is not None:
@@ -188,17 +188,6 @@ def _initialise(problem: Problem, source: BatchSource, is_natural: bool) -> None
         if not distributed.total(failed, problem.device):
             distributed.share_state(problem.modules.values())  # the first one's q(u), before anything is made of it
             problem.begin(batch, is_natural)
-
-
-@contextmanager
-def _own_generators(source: BatchSource) -> Iterator[None]:
-    """Generators of the batches are left as they were."""
-    states = [(generator, generator.get_state()) for generator in source.generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
