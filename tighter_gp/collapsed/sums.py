@@ -6,7 +6,7 @@ Every collapsed bound needs the data only through :math:`\sum_n a_n a_n^\top/\si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,6 @@ from ..prior import PriorBlocks, Projection, Projector
 
 # Numbers of all projections together up to which they are kept, not computed again for the derivative.
 _KEPT = 2**25
-
-# From inputs of some rows to targets less the prior mean and noise variances there.
-Targets = Callable[[slice | Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class DataSums(NamedTuple):

@@ -206,13 +206,21 @@ def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
 
 @torch.no_grad()
 def sum_tensors(tensors: Sequence[Tensor]) -> None:
-    """Sum tensors over the processes, in place; one message per dtype."""
+    """Sum tensors over the processes, in place."""
+    for tensor, total in zip(tensors, _summed(tensors), strict=True):
+        tensor.copy_(total)
+
+
+def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sums over the processes: one message per dtype, in the same order everywhere, since messages have no names."""
+    sums = list(tensors)
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        members = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
         dist.all_reduce(flat)
-        for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(part.reshape(tensor.shape))
+        for place, part in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
+            sums[place] = part.reshape(tensors[place].shape)
+    return sums
 
 
 def weighted_sum(value: Tensor, weight: float) -> Tensor:
@@ -261,25 +269,14 @@ def sum_gradients(parameters: Sequence[Tensor], loss: Tensor | None) -> tuple[Te
     if failed:
         return None, int(failed)
     is_dense, is_sparse = flags[: len(grads)], flags[len(grads) :]
-    # In the same order everywhere: the messages have no names.
-    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-        members = [p for p, flag in zip(parameters, is_dense, strict=True) if flag and p.dtype == dtype]
-        _sum_dense(members)
+    members = [parameter for parameter, flag in zip(parameters, is_dense, strict=True) if flag]
+    known = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in members]
+    for parameter, total in zip(members, _summed(known), strict=True):
+        parameter.grad = total.clone()
     for parameter, flag in zip(parameters, is_sparse, strict=True):
         if flag:
             parameter.grad = _sum_sparse(parameter)
     return header.new_tensor(value), 0
-
-
-def _sum_dense(parameters: Sequence[Tensor]) -> None:
-    """One message for all gradients of a dtype."""
-    if not parameters:
-        return
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat)
-    for parameter, part in zip(parameters, flat.split([grad.numel() for grad in grads]), strict=True):
-        parameter.grad = part.reshape(parameter.shape).clone()
 
 
 def _sum_sparse(parameter: Tensor) -> Tensor:

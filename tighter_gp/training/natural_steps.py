@@ -133,7 +133,7 @@ class NaturalStep:
             loss = self._compiled_loss(self.compiled, natural, batch, call, size)
             if loss is not None:
                 return loss, None
-        problem, agreed = self.problem, _Agreement(problem_device=self.problem.device)
+        problem, agreed = self.problem, _Agreement(self.problem.device)
         natural.forget()
         natural.reduce = agreed.sum if distributed.is_active() else None
 
@@ -227,25 +227,25 @@ class NaturalStep:
 class _Agreement:
     """Sums over processes that none enters if one of them failed: each says so once per step."""
 
-    def __init__(self, problem_device: torch.device) -> None:
-        self.device, self.is_known = problem_device, False
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_known = device, False
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the processes, in place."""
-        if not self.is_known:
-            self._tell(0.0)
+        if self._tell(0.0):
+            raise NanError("another process failed")
         distributed.sum_tensors(tensors)
 
     def give_up(self) -> None:
         """Say that this process failed before it had anything to add."""
-        if distributed.is_active() and not self.is_known:
-            self.is_known = True
-            distributed.total(1.0, self.device)
+        self._tell(1.0)
 
-    def _tell(self, failed: float) -> None:
+    def _tell(self, failed: float) -> float:
+        """How many failed, if that was not said before."""
+        if self.is_known:
+            return 0.0
         self.is_known = True
-        if distributed.total(failed, self.device):
-            raise NanError("another process failed")
+        return distributed.total(failed, self.device)
 
 
 def _spread(inputs: Tensor) -> float:
