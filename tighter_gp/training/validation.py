@@ -25,16 +25,13 @@ from torch import Tensor
 from ..arguments import check_arguments
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
-from ..data import Rows, check_kind, fingerprint, first_parameter, num_rows, row_dim
+from ..data import Rows, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
 from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import is_gaussian, observed
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
 from ..predictions.observations import mixture_weights
-from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
-
-# Strategies of models that ``predict`` takes.
-_PREDICTED = (TighterVariationalStrategy, SolveGPVariationalStrategy)
+from ..strategies import TighterStrategy
 
 
 class HeldOut:
@@ -67,9 +64,7 @@ class HeldOut:
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass that of the held-out points, "
                 'validation=(x, y, {"noise": noise}).'
             )
-        if isinstance(x, Tensor) and x.is_floating_point() and x.device == like.device:
-            x = x.to(like.dtype)
-        self.x = Rows(x, like, is_input=True, name="the held-out x")
+        self.x = input_rows(x, like, "the held-out x")
         self.y = Rows(y, like, dim=dim, name="the held-out y")
         self.kwargs = {
             name: Rows(value, like, name=f"the held-out {name}") if isinstance(value, (Tensor, np.ndarray)) else value
@@ -156,8 +151,8 @@ def _predictions(model: Any, held_out: HeldOut, batch_size: int) -> Iterator[tup
 
 
 def _has_diagonal(model: Any) -> bool:
-    """Whether ``predict`` takes the model."""
-    is_ours = isinstance(getattr(model, "variational_strategy", None), _PREDICTED)
+    """Whether what ``predict`` says of each point alone is all that the score needs."""
+    is_ours = isinstance(getattr(model, "variational_strategy", None), TighterStrategy)
     return is_ours or isinstance(model, (ExactGP, CollapsedGP))
 
 
