@@ -59,10 +59,7 @@ def collapsed_bound(
         torch.Size([])
     """
     check_bound(bound, tuple(PENALTIES))
-    like = reference(kernel)
-    x, inducing_points = as_tensor(x, like, "x", is_input=True), as_tensor(inducing_points, like, "Z", is_input=True)
-    y = as_tensor(y, like)
-    _check_data(x, y, inducing_points)
+    x, y, inducing_points = _tensors(x, y, inducing_points, reference(kernel))
     check_device(kernel, inducing_points.device, "The kernel is")
     check_device(y, inducing_points.device, "Targets are")
     variances = (
@@ -96,7 +93,10 @@ def kernel_projector(
     )
 
 
-def _check_data(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
+def _tensors(x: Any, y: Any, inducing_points: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and inducing points as tensors, or a clear error."""
+    x, inducing_points = (as_tensor(v, like, name, is_input=True) for v, name in ((x, "x"), (inducing_points, "Z")))
+    y = as_tensor(y, like)
     if y.shape != x.shape[:-1] or x.dim() != 2:
         raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
     if inducing_points.dim() != 2 or inducing_points.size(-1) != x.size(-1):
@@ -105,6 +105,7 @@ def _check_data(x: Tensor, y: Tensor, inducing_points: Tensor) -> None:
         values = host_values(tensor)
         if values is not None and not np.isfinite(values).all():
             raise ValueError(f"{name} holds NaN or infinity; drop or impute these rows.")
+    return x, y, inducing_points
 
 
 class CollapsedGP(Module):
@@ -151,13 +152,7 @@ class CollapsedGP(Module):
         if not is_gaussian(likelihood):
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         check_bound(bound, tuple(PENALTIES))
-        like = reference(covar_module, likelihood)
-        x, inducing_points = (
-            as_tensor(x, like, "x", is_input=True),
-            as_tensor(inducing_points, like, "Z", is_input=True),
-        )
-        y = as_tensor(y, like)
-        _check_data(x, y, inducing_points)
+        x, y, inducing_points = _tensors(x, y, inducing_points, reference(covar_module, likelihood))
         self.register_buffer("train_x", x, persistent=False)
         self.register_buffer("train_y", y, persistent=False)
         self.inducing_points = torch.nn.Parameter(inducing_points.clone())
