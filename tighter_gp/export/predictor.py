@@ -134,7 +134,8 @@ def _keeps(found: tuple[Tensor, ...], mean: Tensor, variance: Tensor) -> bool:
 
 def _parts(model: Any) -> tuple[Any, Tensor, float, tuple[Tensor, Tensor, Tensor] | None]:
     """Kernel, inducing points, jitter, and the data of a collapsed model."""
-    strategy, kernel = getattr(model, "variational_strategy", None), getattr(model, "covar_module", None)
+    strategy: Any = getattr(model, "variational_strategy", None)
+    kernel = getattr(model, "covar_module", None)
     if isinstance(model, CollapsedGP):
         noise = gaussian_noise(model.likelihood, torch.Size(), model.train_y.shape)
         return kernel, model.inducing_points, model.jitter_val, (model.train_x, model.train_y, noise)
@@ -142,10 +143,9 @@ def _parts(model: Any) -> tuple[Any, Tensor, float, tuple[Tensor, Tensor, Tensor
         (x,), y = model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, torch.Size(), y.shape)
         return kernel.base_kernel, kernel.inducing_points, kernel.jitter_val, (x, y, noise)
-    if type(strategy) is SolveGPVariationalStrategy:
-        return kernel, torch.cat([strategy.inducing_points, strategy.orthogonal_points]), strategy.jitter_val, None
-    if type(strategy) is TighterVariationalStrategy and strategy.inducing_points.dim() == 2:
-        return kernel, strategy.inducing_points, strategy.jitter_val, None
+    is_ours = type(strategy) in (SolveGPVariationalStrategy, TighterVariationalStrategy)
+    if is_ours and strategy.inducing_points.dim() == 2:
+        return kernel, strategy.all_points(), strategy.jitter_val, None
     if num_outputs := getattr(strategy, "num_tasks", None):
         raise TypeError(
             f"export_predictor takes a model of one output; {type(model).__name__} has {num_outputs}. Use predict_y, or a model "
