@@ -1,16 +1,6 @@
-r"""Natural gradients for q(u) in closed form, from the projection that a training step computes anyway.
+"""Natural gradients for q(u) in closed form, from the projection that a training step computes anyway.
 
-In whitened coordinates :math:`q(w) = \mathcal N(P^{-1} h, P^{-1})`. With the slopes of the expected log likelihood per
-point, :math:`g_n = \partial / \partial \mu_n` and :math:`\lambda_n = -2\, \partial / \partial s_n`, a step of size
-:math:`\rho` on a batch :math:`B` of :math:`N` points is
-
-.. math::
-
-    P \leftarrow (1 - \rho) P + \rho \Bigl(I + \frac{N}{\beta |B|} \sum_n \lambda_n a_n a_n^\top\Bigr), \qquad
-    h \leftarrow (1 - \rho) h + \rho \frac{N}{\beta |B|} \sum_n (g_n + \lambda_n a_n^\top m)\, a_n
-
-with :math:`m = P^{-1} h`. The price of the conditional does not depend on q(u), so the tighter bound changes nothing
-here. :math:`\rho` is the fraction of the way to the optimum of the batch, whatever :math:`\beta` is.
+The step itself is :func:`tighter_gp.maths.natural.natural_step`; here are its sums over a batch, its size, and whom it moves.
 """
 
 from __future__ import annotations
