@@ -17,11 +17,10 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from .arguments import check_arguments
 from .checks import check_device
 from .conditionals.blocks import partition
-from .data import Rows, as_tensor, check_kind, input_rows, reference
-from .full_data import evaluate_bound
+from .data import Rows, as_tensor, input_rows, reference
+from .full_data import evaluate_bound, per_point
 from .likelihoods.properties import gaussian_noise
 from .maths.bounds import (
     exact_log_evidence,
@@ -225,20 +224,17 @@ def diagnose(
     """
     require_gaussian(likelihood, "diagnose")
     like = reference(model, likelihood)
-    inputs, y, given = input_rows(x, like), as_tensor(y, like), dict(kwargs)
-    check_arguments(kwargs, likelihood, function=diagnose)
-    for name, value in kwargs.items():
-        check_kind(name, value)
-        given[name] = as_tensor(value, like, name)
+    inputs, y = input_rows(x, like), as_tensor(y, like)
     if y.dim() != 1 or inputs.shape[:-1] != y.shape:
         raise ValueError(
             f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
         )
     if not bool(torch.isfinite(y).all()):
         raise ValueError(f"{int((~torch.isfinite(y)).sum())} of {len(y)} targets are NaN or infinite; drop them.")
-    device = next(model.parameters()).device
-    check_device(y, device, "Targets are")
-    check_device(likelihood, device, "The likelihood is")
+    rows_of = per_point(kwargs, likelihood, len(y), like, diagnose)
+    given: dict[str, Any] = {name: rows[:] for name, rows in rows_of.items()}
+    check_device(y, like.device, "Targets are")
+    check_device(likelihood, like.device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **given).expand_as(y).double()
     with temporary_mode(model, False), full_precision(y.device.type):
         posterior = posterior_of(model, torch.float64)

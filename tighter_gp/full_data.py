@@ -72,7 +72,7 @@ def evaluate_bound(
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
     like = reference(model, likelihood)
     rows_of_x = input_rows(x, like)
-    num_data, kwargs = len(rows_of_x), _per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
+    num_data, kwargs = len(rows_of_x), per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
     if isinstance(model, (ExactGP, CollapsedGP)):
         y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
         _check_targets(y, num_data)
@@ -123,7 +123,7 @@ def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
     return -2 if several_tasks and len(shape) > 1 and shape[-2] == num_data else -1
 
 
-def _per_point(
+def per_point(
     kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor, function: Callable[..., Any]
 ) -> dict[str, Rows]:
     """Per-point arguments of a likelihood, or a clear error."""
@@ -185,7 +185,7 @@ def set_optimal_q(
     _check_targets(y, len(rows_of_x))
     check_device(y, like.device, "Targets are")
     check_device(likelihood, like.device, "The likelihood is")
-    given = _per_point(kwargs, likelihood, len(rows_of_x), like, set_optimal_q)
+    given = per_point(kwargs, likelihood, len(rows_of_x), like, set_optimal_q)
     variances = {name: value[:] for name, value in given.items()}
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **variances).expand_as(y)
     with temporary_mode(model, False), full_precision(like.device.type):

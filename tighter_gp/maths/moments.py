@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from .collapsed import collapse
-from .linalg import (
-    project,
-    residual_variance,
-)
+from .linalg import project, residual_variance
 
 __all__ = [
     "Moments",
