@@ -26,7 +26,7 @@ def wide_precision() -> Iterator[None]:
     """Every projection in the precision of the factor, for values that are reported.
 
     A mean is a sum of rounded projections times whitened means, which can be hundreds where inducing points coincide. Beside
-    a noise of a millionth that is per cents of a bound. A training step does not wait for it.
+    a noise of a millionth that is several per cent of a bound. A training step does not wait for it.
     """
     token = _wide.set(True)
     try:

@@ -33,7 +33,7 @@ class Progress:
             self.bar.close()
 
     def start(self, history: History) -> None:
-        """Begin, or go on after the steps that were done before."""
+        """Begin, or continue after the steps that were done before."""
         if self.bar is not None:
             self.bar.update(history.steps)
 

@@ -44,7 +44,7 @@ class Plan:
     :param falls: Whether the learning rate falls over the run, as it is to do before patience ends it.
     :param checkpoint: File for the state, if any.
     :param checkpoint_every: Steps between checkpoints.
-    :param resume: Whether to go on from it.
+    :param resume: Whether to continue from it.
     :param callbacks: Called after each step.
     :param config: What tells this run from another, as plain values.
     """
@@ -84,7 +84,7 @@ class RunState:
 
 
 def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progress: Progress) -> History:
-    """Run to the end, or go on to it from a checkpoint."""
+    """Run to the end, from the start or from a checkpoint."""
     with (
         temporary_mode(problem.model, True),
         temporary_mode(problem.likelihood, True),
