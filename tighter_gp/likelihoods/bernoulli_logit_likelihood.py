@@ -13,17 +13,6 @@ from torch import Tensor
 from torch.distributions import Bernoulli
 
 
-def logit_expected_log_prob(
-    observations: Tensor, mean: Tensor, variance: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    r""":math:`\mathbb E_{\mathcal N(\mu_n, v_n)}[\log \sigma(\pm f)]` by a Gauss-Hermite rule, point by point."""
-    sign = torch.where(observations > 0, 1.0, -1.0).to(mean.dtype)
-    shape = (-1, *(1 for _ in range(max(sign.dim(), mean.dim()))))
-    samples = mean + (2 * variance).sqrt() * locations.reshape(shape)
-    log_prob = torch.nn.functional.logsigmoid(sign * samples)
-    return (weights.reshape(shape) * log_prob).sum(0) / math.sqrt(math.pi)
-
-
 class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
     r"""
     Binary classification with :math:`p(y = 1 \mid f) = 1 / (1 + e^{-f})`.
@@ -49,8 +38,13 @@ class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
 
     def expected_log_prob_of_moments(self, observations: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
-        rule = self.quadrature.locations.to(mean), self.quadrature.weights.to(mean)
-        return logit_expected_log_prob(observations, mean, variance, *rule)
+        sign = torch.where(observations > 0, 1.0, -1.0).to(mean.dtype)
+        shape = (-1, *(1 for _ in range(max(sign.dim(), mean.dim()))))
+        locations, weights = (
+            part.to(mean).reshape(shape) for part in (self.quadrature.locations, self.quadrature.weights)
+        )
+        log_prob = torch.nn.functional.logsigmoid(sign * (mean + (2 * variance).sqrt() * locations))
+        return (weights * log_prob).sum(0) / math.sqrt(math.pi)
 
     def curvature_of_moments(self, observations: Tensor, mean: Tensor) -> Callable[[Tensor], Tensor]:
         r"""Minus twice the derivative of the rule's ``expected_log_prob`` in the variance, as a function of the variance.

@@ -13,11 +13,6 @@ from torch import Tensor
 from torch.distributions import Poisson
 
 
-def poisson_expected_log_prob(observations: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    r""":math:`y_n\mu_n - e^{\mu_n + v_n/2} - \log y_n!`, point by point."""
-    return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
-
-
 class PoissonLikelihood(_OneDimensionalLikelihood):
     r"""
     Counts with rate :math:`e^f`; its expected log likelihood has a closed form.
@@ -44,7 +39,7 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
 
     def expected_log_prob_of_moments(self, observations: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
-        return poisson_expected_log_prob(observations, mean, variance)
+        return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
 
     def curvature_of_moments(self, observations: Tensor, mean: Tensor) -> Callable[[Tensor], Tensor]:
         r"""Minus twice the derivative of ``expected_log_prob`` in the variance, :math:`e^{\mu + v/2}`, as a function of it."""
