@@ -18,7 +18,7 @@ from ..data import move
 from ..draws import permutation
 from ..inducing import kmeans
 from ..maths.collapsed import add_identity, add_identity_cholesky
-from ..maths.linalg import mean_diagonal
+from ..maths.linalg import mean_diagonal, triangular_inverse
 from .base import ResidualBlocks, block_table, checked_index
 from .optimal import OptimalConditional
 
@@ -262,9 +262,7 @@ class Blocks(OptimalConditional):
         # Differences of covariances: what the inducing points explain wholly has the errors of what they do not.
         largest = mean_diagonal(scaled).amax(-1, keepdim=True)
         factor = _factor(scaled, largest.expand(scaled.shape[:-2]))
-        identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
-        block_scale = inverse.square().sum(-2)  # the diagonal of M_b, ... x K x S
+        block_scale = triangular_inverse(factor).square().sum(-2)  # the diagonal of M_b, ... x K x S
         penalty = 0.5 * (block_scale - 1) + factor.diagonal(dim1=-1, dim2=-2).log()
         explained_away, penalty = (
             _ungroup(values, blocks.rows, residual.size(-1)) for values in (1 - block_scale, penalty)
