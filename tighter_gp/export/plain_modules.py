@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -87,10 +88,7 @@ class PlainKernel(torch.nn.Module):
         return (x.square() * self.scale).sum(-1) if self.kind == "linear" else torch.ones_like(x[..., 0])
 
     def _fold(self, values: list[Tensor]) -> Tensor:
-        total = values[0]
-        for value in values[1:]:
-            total = total + value if self.kind == "sum" else total * value
-        return total
+        return functools.reduce(torch.add if self.kind == "sum" else torch.mul, values)
 
 
 class PlainMean(torch.nn.Module):
@@ -107,8 +105,8 @@ class PlainMean(torch.nn.Module):
             raise TypeError(
                 f"export_predictor takes a zero, constant or linear mean of one output; got {kind.__name__}."
             )
-        constant = {means.ZeroMean: None, means.ConstantMean: "constant", means.LinearMean: "bias"}[kind]
-        self.register_buffer("constant", torch.zeros(()) if constant is None else _constant(mean, constant))
+        constant = getattr(mean, "bias" if kind is means.LinearMean else "constant", None)
+        self.register_buffer("constant", torch.zeros(()) if constant is None else constant.detach().clone().reshape(()))
         self.register_buffer("weights", mean.weights.detach().clone() if kind is means.LinearMean else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,11 +114,6 @@ class PlainMean(torch.nn.Module):
         if self.weights is None:
             return self.constant + torch.zeros_like(x[..., 0])
         return (x @ self.weights).squeeze(-1) + self.constant
-
-
-def _constant(mean: Any, name: str) -> Tensor:
-    value = getattr(mean, name)
-    return torch.zeros(()) if value is None else value.detach().clone().reshape(())
 
 
 class PlainResponse(torch.nn.Module):
