@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 
 import tighter_gp
 from tighter_gp.likelihoods.properties import expected_log_prob, sampled_curvature
@@ -73,13 +74,42 @@ class MeanAndNoise(gpytorch.likelihoods.Likelihood):
         return torch.distributions.Normal(function_samples[..., 0], (0.5 * function_samples[..., 1]).exp())
 
 
-def test_a_sampled_likelihood_of_one_function_has_mean_derivatives_over_its_samples():
+def test_a_sampled_likelihood_of_one_function_has_the_mean_slope_of_its_samples_and_the_exact_curvature():
     q, y, draws = normal(), torch.tensor([0.0, 1.0, 2.0, 3.0, 7.0]), torch.randn(6, 5)
     slopes = expected_slopes(Counts(), y, q, draws)
     rate = torch.exp(q.mean + q.stddev * draws)
     torch.testing.assert_close(slopes.value, (y * rate.log() - rate - torch.lgamma(y + 1)).mean(0))
     torch.testing.assert_close(slopes.slope, (y - rate).mean(0))
-    torch.testing.assert_close(slopes.curvature, rate.mean(0))
+    torch.testing.assert_close(slopes.curvature, torch.exp(q.mean + q.variance / 2), rtol=1e-6, atol=0.0)
+
+
+class Kinked(gpytorch.likelihoods.Likelihood):
+    """A sampled likelihood whose second derivative is zero wherever there is one."""
+
+    def forward(self, function_samples, *args, **kwargs):
+        return torch.distributions.Laplace(function_samples, 0.4)
+
+
+def test_the_kink_of_a_density_is_part_of_its_curvature():
+    q, y = normal(), torch.randn(5)
+    slopes = expected_slopes(Kinked(), y, q)
+    expected = 2 / 0.4 * torch.distributions.Normal(q.mean, q.stddev).log_prob(y).exp()
+    torch.testing.assert_close(slopes.curvature, expected, rtol=0.1, atol=0.02)
+
+
+def test_a_sampled_density_with_a_kink_is_trained_as_well_as_by_quadrature():
+    class ByQuadrature(_OneDimensionalLikelihood):
+        forward = Kinked.forward
+
+    torch.manual_seed(0)
+    x = torch.linspace(0, 6, 200).unsqueeze(-1)
+    y = torch.sin(2 * x[:, 0]) + torch.distributions.Laplace(0.0, 0.4).sample((200,))
+    scores = []
+    for likelihood in (Kinked(), ByQuadrature()):
+        model = tighter_gp.models.Regression(x, num_inducing=10, likelihood=likelihood)
+        tighter_gp.fit(model, likelihood, x, y, steps=150, batch_size=100)
+        scores.append(-tighter_gp.predict_y(model, likelihood, x).log_prob(y).mean().item())
+    assert scores[0] < scores[1] + 0.02
 
 
 @pytest.mark.parametrize("correlated", [False, True])
@@ -131,7 +161,7 @@ def test_the_curvature_of_a_softmax_is_that_of_second_derivatives(weights, corre
     slopes = expected_slopes(likelihood, y, q, draws)
     root = torch.linalg.cholesky(blocks) if correlated else torch.diag_embed(blocks.diagonal(dim1=-1, dim2=-2).sqrt())
     samples = q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)
-    matrix = sampled_curvature(likelihood, y, samples, 3)
+    matrix = sampled_curvature(likelihood, y, samples)
     expected = matrix if correlated else matrix.diagonal(dim1=-1, dim2=-2)
     torch.testing.assert_close(slopes.curvature, expected, rtol=1e-5, atol=1e-6)
 

@@ -249,20 +249,16 @@ def log_prob_of_samples(likelihood: Any, targets: Tensor, samples: Tensor, **kwa
     return logits.gather(-1, labels).squeeze(-1)
 
 
-def sampled_curvature(
-    likelihood: Any, targets: Tensor, samples: Tensor, num_tasks: int | None, **kwargs: Any
-) -> Tensor:
+def sampled_curvature(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:
     r""":math:`-\partial^2 \log p(y_n \mid f_n) / \partial f_n \partial f_n^\top`, mean over samples of :math:`f`.
 
-    :param samples: ``S x ... x N``, or ``S x ... x N x T`` for several tasks.
-    :param num_tasks: ``T``, or None.
-    :return: ``... x N``, or ``... x N x T x T``.
+    :param samples: ``S x ... x N x T``.
+    :return: ``... x N x T x T``.
     """
     with torch.enable_grad():
         samples = samples.detach().requires_grad_()
         log_prob = log_prob_of_samples(likelihood, targets, samples, **kwargs)
         (slope,) = torch.autograd.grad(log_prob.sum(), samples, create_graph=True)
         # Points are independent, so one derivative of a sum gives a row of every point's matrix.
-        parts = [slope] if num_tasks is None else slope.unbind(-1)
-        rows = [torch.autograd.grad(part.sum(), samples, retain_graph=True)[0].mean(0) for part in parts]
-    return -rows[0] if num_tasks is None else -torch.stack(rows, dim=-2)
+        rows = [torch.autograd.grad(part.sum(), samples, retain_graph=True)[0].mean(0) for part in slope.unbind(-1)]
+    return -torch.stack(rows, dim=-2)

@@ -31,6 +31,9 @@ from .properties import (
     task_covariance,
 )
 
+# Nodes for one function per point: how far they reach, in standard deviations, and how many they are.
+_REACH, _NUM_NODES = 7.0, 101
+
 __all__ = ["Slopes", "expected_slopes", "sampled_log_prob"]
 
 
@@ -62,8 +65,9 @@ def expected_slopes(
     r"""Slope and curvature of every point under q(f).
 
     In closed form for Gaussian noise; by one backward pass for other likelihoods with a deterministic expectation; and
-    where the expectation is sampled, as means of the first and second derivatives over the samples. The derivative of a
-    sampled expectation in the variance is not used: it is as often wrong in sign as not where the slope is steep.
+    where the expectation is sampled, as means of the first and second derivatives over the samples, the latter by quadrature
+    for one function per point. The derivative of a sampled expectation in the variance is not used: it is as often wrong in
+    sign as not where the slope is steep.
 
     :param likelihood: The likelihood.
     :param targets: :math:`y`.
@@ -99,9 +103,9 @@ def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **
     r"""A sampled expected log likelihood whose derivatives are :math:`g_n` and :math:`-\lambda_n / 2`.
 
     Its value is that of :func:`~tighter_gp.likelihoods.properties.expected_log_prob`, with the same draws. So is the
-    derivative in the mean; that in the variance is half the mean second derivative over the samples, which has the same
-    expectation, less noise, and for a log-concave likelihood never the wrong sign. Wrappers pull it back as they would
-    any other. It cannot be differentiated twice.
+    derivative in the mean; that in the variance is half the curvature of :func:`expected_slopes`, which has the same
+    expectation, less noise, and for a log-concave likelihood never the wrong sign. Several functions per point need a
+    density without kinks for that. Wrappers pull it back as they would any other. It cannot be differentiated twice.
 
     Example:
         >>> q = gpytorch.distributions.MultitaskMultivariateNormal(torch.zeros(2, 3), torch.eye(6))
@@ -135,12 +139,31 @@ def _sampled_slopes(
 
 
 def mean_curvature(likelihood: Any, targets: Tensor, q: MultivariateNormal, samples: Tensor, **kwargs: Any) -> Tensor:
-    """The curvature of :class:`Slopes` of a sampled likelihood, in closed form for a softmax."""
-    num_tasks = q.event_shape[1] if len(q.event_shape) > 1 else None
+    """The curvature of :class:`Slopes` of a sampled likelihood, in closed form for a softmax.
+
+    :param samples: Of q(f), for several functions per point.
+    """
+    if len(q.event_shape) == 1:
+        return _curvature_by_quadrature(likelihood, targets, q, **kwargs)
     if isinstance(likelihood, SoftmaxLikelihood) and type(likelihood).forward is SoftmaxLikelihood.forward:
         return _softmax_curvature(likelihood, samples, correlates_tasks(q))
-    matrix = sampled_curvature(likelihood, targets, samples, num_tasks, **kwargs)
-    return matrix if num_tasks is None or correlates_tasks(q) else matrix.diagonal(dim1=-1, dim2=-2)
+    matrix = sampled_curvature(likelihood, targets, samples, **kwargs)
+    return matrix if correlates_tasks(q) else matrix.diagonal(dim1=-1, dim2=-2)
+
+
+def _curvature_by_quadrature(likelihood: Any, targets: Tensor, q: MultivariateNormal, **kwargs: Any) -> Tensor:
+    r""":math:`-\mathbb E[(f_n - \mu_n)\, \partial \log p / \partial f_n] / v_n` (Stein).
+
+    It sees the kinks of a density, where the second derivative is zero on both sides, and is not negative for a concave one.
+    """
+    stddev = marginal_variance(q).detach().sqrt()
+    nodes = torch.linspace(-_REACH, _REACH, _NUM_NODES, dtype=q.mean.dtype, device=q.mean.device)
+    nodes = nodes.reshape(-1, *(1 for _ in q.mean.shape))
+    weights = torch.softmax(-0.5 * nodes.square(), 0)  # of the trapezoidal rule, which is exact to rounding here
+    with torch.enable_grad():
+        f = (q.mean.detach() + stddev * nodes).requires_grad_()
+        (slope,) = torch.autograd.grad(log_prob_of_samples(likelihood, targets, f, **kwargs).sum(), f)
+    return -(weights * nodes * slope).sum(0) / stddev
 
 
 @torch.no_grad()

@@ -199,8 +199,8 @@ def _curvature(
     draws = draw_samples(q)
 
     def by_samples(scale: Tensor) -> Tensor:
-        samples = place_samples(with_variance(q, explained + scale * residual), draws)
-        curvature = mean_curvature(likelihood, target, q, samples, **kwargs)
+        narrowed = with_variance(q, explained + scale * residual)
+        curvature = mean_curvature(likelihood, target, narrowed, place_samples(narrowed, draws), **kwargs)
         if correlates_tasks(q):
             both = None if seen is None else seen.unsqueeze(-1) & seen.unsqueeze(-2)
             return pull_back(q, carrier, _masked(curvature, both), task_covariance)
