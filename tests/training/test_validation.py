@@ -369,7 +369,7 @@ def test_the_score_of_a_softmax_does_not_depend_on_the_number_of_points():
 
 @pytest.mark.parametrize("policy", ["fill", "mask"])
 @pytest.mark.parametrize("wrap", [independent, lmc])
-def test_missing_tasks_are_left_out_and_the_mean_is_over_what_was_observed(wrap, policy):
+def test_missing_tasks_are_left_out_and_the_mean_is_over_points_with_anything_observed(wrap, policy):
     num_tasks = 2 if wrap is independent else 3
     x, _ = data(11)
     model = multitask(num_tasks, wrap)
@@ -387,11 +387,48 @@ def test_missing_tasks_are_left_out_and_the_mean_is_over_what_was_observed(wrap,
             q = likelihood(model(x[n : n + 1]))
             covariance = q.covariance_matrix[seen][:, seen]
             normal = torch.distributions.MultivariateNormal(q.mean[0, seen], covariance)
-            total, count = total - normal.log_prob(y[n, seen]).item(), count + int(seen.sum())
+            total, count = total - normal.log_prob(y[n, seen]).item(), count + 1
     with gpytorch.settings.observation_nan_policy(policy):
         for batch_size in (4, 100):
             found = mean_nlpd(model, likelihood, x, y, batch_size)
             assert found == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [independent, lmc])
+def test_the_score_of_several_tasks_is_the_mean_of_the_predictions_densities(wrap):
+    num_tasks = 2 if wrap is independent else 3
+    x, _ = data(11)
+    model, likelihood = (
+        multitask(num_tasks, wrap),
+        gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=num_tasks),
+    )
+    y = torch.randn(11, num_tasks, generator=torch.Generator().manual_seed(2))
+    density = tighter_gp.predict_y(model, likelihood, x).log_prob
+    assert mean_nlpd(model, likelihood, x, y, 4) == pytest.approx(-density(y).mean().item(), rel=1e-6)
+    y[2, 0] = y[7] = math.nan
+    with gpytorch.settings.observation_nan_policy("fill"):
+        assert mean_nlpd(model, likelihood, x, y, 4) == pytest.approx(-density(y).nanmean().item(), rel=1e-6)
+
+
+def test_a_density_of_ones_own_for_each_task_is_summed_over_them():
+    class PerTask(gpytorch.likelihoods.MultitaskGaussianLikelihood):
+        def log_marginal(self, y, q, **kwargs):
+            return torch.distributions.Normal(q.mean, 0.7, validate_args=False).log_prob(y)
+
+    x, _ = data(11)
+    model = multitask(2, independent)
+    y = torch.randn(11, 2, generator=torch.Generator().manual_seed(2))
+    y[2, 0] = y[7] = math.nan
+    density = torch.distributions.Normal(tighter_gp.predict(model, x).mean, 0.7, validate_args=False).log_prob(y)
+    with gpytorch.settings.observation_nan_policy("fill"):
+        found = mean_nlpd(model, PerTask(num_tasks=2), x, y, 4)
+    assert found == pytest.approx(-density.nansum().item() / 10, rel=1e-6)
+
+
+def test_a_density_that_is_no_number_is_a_score_that_is_none(monkeypatch):
+    model, likelihood = problem()
+    monkeypatch.setattr(validation, "log_density", lambda likelihood, q, y: torch.full_like(y, math.nan))
+    assert math.isnan(mean_nlpd(model, likelihood, *data()))
 
 
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs is replaced:DeprecationWarning")

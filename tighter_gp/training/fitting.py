@@ -137,9 +137,10 @@ def fit(
     :param natural_gradients: Natural gradients for q(u) in closed form, with Adam for the rest: default wherever q(u) is
         Gaussian, in any form, and the objective an evidence lower bound. A number is the size of their step, in place
         of the recipe's, see :class:`~tighter_gp.training.recipe.Recipe`. False: Adam for all.
-    :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density goes to
-        the history, and if need be a dict of per-point arguments of the likelihood: ``(x, y, {"noise": noise})`` for
-        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that fails numerically is NaN and never the best.
+    :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density per point,
+        ``-predict_y(...).log_prob(y).nanmean()``, goes to the history, and if need be a dict of per-point arguments of the
+        likelihood: ``(x, y, {"noise": noise})`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that
+        fails numerically is NaN and never the best.
     :param validate_every: Steps between validations; default an epoch, or a fiftieth of the run where that is longer.
     :param patience: After this many validations in a row without a better one the run comes to its end: where the learning
         rate is still to fall, it does so over as many steps as have been taken, since much of the gain comes then, and

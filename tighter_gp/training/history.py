@@ -11,7 +11,8 @@ class History:
     """What happened in a run of :func:`~tighter_gp.fit`.
 
     :param loss: Minus the objective at each step, an estimate of minus the bound per datum; NaN for a skipped step.
-    :param validation: Step and mean negative log predictive density of each validation; NaN for one that failed.
+    :param validation: Step and mean negative log predictive density per point of each validation, joint over the outputs of
+        a point; NaN for one that failed.
     :param skipped: Step and reason of each step that was not taken.
     :param seconds: Time spent in steps; validation, callbacks and checkpoints are not counted.
     :param best_step: Step whose parameters were kept by early stopping.

@@ -95,11 +95,11 @@ class HeldOut:
 
 @torch.no_grad()
 def mean_nlpd(model: Any, likelihood: Likelihood, x: Any, y: Any, batch_size: int = 1024, **kwargs: Any) -> float:
-    r"""Mean negative log predictive density of held-out targets; lower is better.
+    r"""Mean negative log predictive density per held-out point, joint over the tasks of a point; lower is better.
 
-    The density is joint over the tasks of a point and is divided by the number of observed targets: points, or points
-    times tasks. A missing target, NaN where the likelihood or ``gpytorch.settings.observation_nan_policy`` allows it,
-    counts nothing; the policy makes no difference to the score.
+    That is ``-predict_y(model, likelihood, x).log_prob(y).nanmean()``. A missing target, NaN where the likelihood or
+    ``gpytorch.settings.observation_nan_policy`` allows it, counts nothing, nor does a point of which nothing is observed;
+    the policy makes no difference to the score.
 
     :param model: A trained model; it is left in the mode it was in.
     :param likelihood: Its likelihood.
@@ -126,14 +126,18 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
         for rows, q in _predictions(model, held_out, batch_size):
             _, y, kwargs = held_out.take(rows)
             _check_shape(held_out, y, q)
-            density = log_density(likelihood, q, y, **kwargs).double().nan_to_num(0.0)  # NaN: no target observed
+            density = log_density(likelihood, q, y, **kwargs).double()
             if isinstance(model, DeepGP):
                 log_weights = mixture_weights(model, density).to(density).log()
                 density = torch.logsumexp(density + log_weights.reshape(-1, *(1 for _ in density.shape[1:])), dim=0)
-            total -= float(density.sum())
-            num_observed = int((~torch.isnan(y)).sum())
-            # A batch of models may share its targets.
-            count += num_observed * max(1, density.numel() // max(1, math.prod(_points(y, q))))
+            seen = ~torch.isnan(y)
+            if _has_tasks(y, q):
+                if density.shape[-2:] == y.shape[-2:]:  # a log_marginal of the user's own, for each task
+                    density = density.where(seen, 0.0).sum(-1)
+                seen = seen.any(-1)
+            seen = seen.expand(density.shape)  # a batch of models may share its targets
+            total -= float(density[seen].sum())
+            count += int(seen.sum())
     return total / count if count else math.nan
 
 
@@ -156,9 +160,9 @@ def _has_diagonal(model: Any) -> bool:
     return is_ours or isinstance(model, (ExactGP, CollapsedGP))
 
 
-def _points(y: Tensor, q: MultivariateNormal) -> torch.Size:
-    """Shape of the points that the targets count: that of y, without tasks."""
-    return y.shape[:-1] if len(q.event_shape) > 1 and y.shape[-len(q.event_shape) :] == q.event_shape else y.shape
+def _has_tasks(y: Tensor, q: MultivariateNormal) -> bool:
+    """Whether the last dimension of the targets counts tasks."""
+    return len(q.event_shape) > 1 and y.shape[-len(q.event_shape) :] == q.event_shape
 
 
 def held_out_data(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
