@@ -54,6 +54,15 @@ def test_the_standard_bound_at_the_same_parameters(form):
     torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=0.0)
 
 
+def test_the_bound_of_a_model_on_a_strategy_of_gpytorchs():
+    model, likelihood = gp(strategy=VariationalStrategy), make_noise(NOISE)
+    expected = N * VariationalELBO(likelihood, model, N)(model(P.x), P.y)
+    actual = evaluate_bound(model, likelihood, P.x, P.y, 5, objective=VariationalELBO)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-10, atol=0.0)
+    with pytest.raises(TypeError, match=r"evaluate_bound use with objective=gpytorch\.mlls\.VariationalELBO"):
+        evaluate_bound(model, likelihood, P.x, P.y)
+
+
 def test_the_standard_bound_of_a_learned_conditional_raises():
     with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO"):
         evaluate_bound(gp(conditional="beta"), make_noise(NOISE), P.x, P.y, objective=VariationalELBO)

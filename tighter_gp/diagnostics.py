@@ -205,7 +205,7 @@ def diagnose(
 
     :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or an
         :class:`~gpytorch.models.ExactGP` with a :class:`TighterInducingPointKernel`.
-    :param likelihood: A Gaussian likelihood.
+    :param likelihood: A Gaussian likelihood; with another compare two calls of :func:`~tighter_gp.evaluate_bound`.
     :param x: Training inputs, ``N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only a chunk is
         in memory at a time.
     :param y: Training targets, ``N``; a tensor or an array.
@@ -222,7 +222,11 @@ def diagnose(
         >>> diagnosis.advice  # doctest: +ELLIPSIS
         'Of the ... nats per point between the standard bound and the evidence, the tighter bound closes ...'
     """
-    require_gaussian(likelihood, "diagnose")
+    require_gaussian(
+        likelihood,
+        "diagnose",
+        "For others compare evaluate_bound(model, likelihood, x, y) with the same and objective=gpytorch.mlls.VariationalELBO.",
+    )
     like = reference(model, likelihood)
     inputs, y = input_rows(x, like), as_tensor(y, like)
     if y.dim() != 1 or inputs.shape[:-1] != y.shape:

@@ -57,7 +57,7 @@ def evaluate_bound(
     :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks); a tensor or an array.
     :param batch_size: Points per chunk; the result does not depend on it.
     :param objective: :class:`TighterELBO`, or :class:`~gpytorch.mlls.VariationalELBO` for the standard bound at the
-        same parameters (``conditional="optimal"`` only).
+        same parameters (``conditional="optimal"`` only), or that of a model on a strategy of GPyTorch's own.
     :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data. For a latent-variable
         model also ``num_samples=`` and ``mask=``.
     :return: Shape of the batch of models; of a deep GP one value per sample.

@@ -164,7 +164,7 @@ def has_own_call(model: Any) -> bool:
     return isinstance(model, ApproximateGP) and type(model).__call__ is not ApproximateGP.__call__
 
 
-def require_gaussian(likelihood: Any, what: str) -> None:
-    """Raise unless the likelihood is Gaussian."""
+def require_gaussian(likelihood: Any, what: str, hint: str = "") -> None:
+    """Raise unless the likelihood is Gaussian; ``hint`` says what to do then."""
     if not is_gaussian(likelihood):
-        raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}.")
+        raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}. {hint}".rstrip())

@@ -699,7 +699,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_strategy_that_is_not_ours(name):
     model = FOREIGN[name](getattr(gpytorch.variational, name))
-    message = f"such as TighterVariationalStrategy; got {name}.*use gpytorch.mlls.VariationalELBO"
+    message = f"such as TighterVariationalStrategy; got {name}.*objective=gpytorch.mlls.VariationalELBO"
     refused(TypeError, message, lambda: TighterELBO(make_noise(0.1), model, N), model)
 
 

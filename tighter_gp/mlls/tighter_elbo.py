@@ -204,6 +204,7 @@ def _tighter_strategies(model: Any) -> list[TighterStrategy]:
     if not found:
         raise TypeError(
             f"TighterELBO needs a strategy of tighter_gp, such as TighterVariationalStrategy; got {type(strategy).__name__}. "
-            "Change the strategy, or use gpytorch.mlls.VariationalELBO."
+            "Change the strategy, or take the standard bound: gpytorch.mlls.VariationalELBO, which fit and evaluate_bound use "
+            "with objective=gpytorch.mlls.VariationalELBO."
         )
     return found
