@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with kept_random_state(device):
         seed_generators(seed, device)
         yield
+
+
+def drawn(seed: int, generator: torch.Generator | None, device: torch.device) -> AbstractContextManager[None]:
+    """Draws follow a seed, :func:`seeded`, unless they come from a generator."""
+    return seeded(seed, device) if generator is None else nullcontext()
 
 
 @contextmanager

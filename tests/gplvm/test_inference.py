@@ -272,6 +272,37 @@ def test_predictions_are_seeded_and_do_not_depend_on_the_mode():
     close(first.mean, second.mean)
 
 
+def calls_that_draw(model, y):
+    """Each of the calls that draw, as a function of its keywords that returns one tensor."""
+    q_x = model.latents.q()
+    return {
+        "infer_latents": lambda **kwargs: model.infer_latents(y[:3], num_steps=2, **kwargs).mean,
+        "reconstruct": lambda **kwargs: model.reconstruct(q_x, **kwargs).mean,
+        "log_density": lambda **kwargs: model.log_density(y, q_x, **kwargs),
+    }
+
+
+@pytest.mark.parametrize("name", ["infer_latents", "reconstruct", "log_density"])
+def test_draws_are_functions_of_the_seed_and_leave_the_global_state(trained, name):
+    call = calls_that_draw(*trained)[name]
+    before = torch.get_rng_state()
+    first = call()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(seed=0), first)
+    assert not torch.equal(call(seed=1), first)
+
+
+@pytest.mark.parametrize("name", ["infer_latents", "reconstruct", "log_density"])
+def test_a_generator_takes_the_place_of_the_seed(trained, name):
+    call = calls_that_draw(*trained)[name]
+    generator = torch.Generator().manual_seed(4)
+    first, second = call(generator=generator), call(generator=generator)
+    assert not torch.equal(second, first)
+    assert torch.equal(call(generator=generator.manual_seed(4)), first)
+
+
 @pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood(), PoissonLikelihood()])
 def test_non_gaussian_predictions_have_the_likelihoods_moments(likelihood):
     toy = Toy()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..conditionals import PerPoint
-from ..draws import permutation, standard_normal
+from ..draws import drawn, permutation, standard_normal
 from ..mlls import TighterELBO
 from ..modes import chunks, temporary_mode
 from .data import as_observed, check_count
@@ -31,6 +31,7 @@ def infer_latents(
     num_candidates: int = 4096,
     batch_size: int = 1024,
     objective: type[TighterELBO] | type[VariationalELBO] | None = None,
+    seed: int = 0,
     generator: torch.Generator | None = None,
 ) -> Normal:
     r"""q(x) of new rows, with the decoder frozen: maximises the bound over those rows' q alone.
@@ -48,7 +49,8 @@ def infer_latents(
     :param num_candidates: Training rows to compare with, drawn at random if there are more.
     :param batch_size: Rows per chunk.
     :param objective: As in :class:`LatentVariableELBO`; give the one that the model was trained with.
-    :param generator: Source of randomness, on any device.
+    :param seed: Of all draws; the global random state is left as it was.
+    :param generator: Source of the draws in place of the seed, on any device.
     :return: Batch shape ``B x Q``, without a graph.
 
     Example:
@@ -66,7 +68,7 @@ def infer_latents(
         raise TypeError("PerPoint has a scale for each training row and none for new ones; use another conditional.")
     elbo = LatentVariableELBO(model.likelihood, model, targets.size(0), objective=objective)
     means, stddevs = [], []
-    with temporary_mode(model, False):
+    with temporary_mode(model, False), drawn(seed, generator, targets.device):
         candidates = (
             None if isinstance(model.latents, EncodedLatents) else _candidates(model, num_candidates, generator)
         )

@@ -11,7 +11,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..draws import standard_normal
+from ..draws import drawn, standard_normal
 from ..modes import chunks, temporary_mode
 from ..predictions import distribution_of_y, predict
 from ..predictions import log_density as entry_density
@@ -70,6 +70,7 @@ def reconstruct(
     *,
     num_samples: int = 32,
     batch_size: int = 1024,
+    seed: int = 0,
     generator: torch.Generator | None = None,
 ) -> Reconstruction:
     r"""Predictive mean and variance of every entry, over f, the noise and the uncertainty of x.
@@ -78,7 +79,8 @@ def reconstruct(
     :param x: q(x) of the rows, or points ``B x Q``.
     :param num_samples: Draws of x per row; points need none.
     :param batch_size: Points per chunk.
-    :param generator: Source of randomness, on any device.
+    :param seed: Of the draws of x; the global random state is left as it was.
+    :param generator: Source of the draws in place of the seed, on any device.
 
     Example:
         >>> mean, variance = model.reconstruct(model.infer_latents(Y_new, num_steps=20))
@@ -88,7 +90,7 @@ def reconstruct(
     num_rows = _check_latents(model, x, num_samples)
     num_samples = 1 if isinstance(x, Tensor) else num_samples
     means, variances = (_entries(model, num_rows) for _ in range(2))
-    with temporary_mode(model, False):
+    with temporary_mode(model, False), drawn(seed, generator, means.device):
         for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
             y = distribution_of_y(model.likelihood, _decode(model, points.flatten(0, 1)))
@@ -108,6 +110,7 @@ def log_density(
     *,
     num_samples: int = 32,
     batch_size: int = 1024,
+    seed: int = 0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     r"""Log predictive density of each entry given q(x) of its row, :math:`\log \mathbb E_{q(x_n)}\, p(y_{np} \mid x_n)`.
@@ -116,6 +119,10 @@ def log_density(
     :param targets: Entries to score, ``B x P``; those held out from :func:`infer_latents`, say.
     :param x: q(x) of the rows, or points ``B x Q``.
     :param mask: True where an entry is to be scored, ``B x P``.
+    :param num_samples: Draws of x per row; points need none.
+    :param batch_size: Points per chunk.
+    :param seed: Of the draws of x; the global random state is left as it was.
+    :param generator: Source of the draws in place of the seed, on any device.
     :return: Shape ``B x P``; NaN where ``targets`` is NaN or masked.
 
     Example:
@@ -131,7 +138,7 @@ def log_density(
         raise ValueError(f"There are {targets.size(0)} rows of data for {num_rows} latents.")
     num_samples = 1 if isinstance(x, Tensor) else num_samples
     values = _entries(model, num_rows)
-    with temporary_mode(model, False):
+    with temporary_mode(model, False), drawn(seed, generator, values.device):
         for rows in chunks(num_rows, max(1, batch_size // num_samples)):
             points = _draws(x, rows, num_samples, generator)
             q_f = _decode(model, points.flatten(0, 1))
