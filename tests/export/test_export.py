@@ -183,6 +183,19 @@ def test_onnxruntime(likelihood, dtype, tmp_path):
         close(value, wanted, 1e-6 if dtype == torch.float64 else 1e-4)
 
 
+@pytest.mark.parametrize("name", ["rbf", "linear", "selected"])
+def test_onnx_by_the_older_exporter(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model, likelihood, x = svgp(make_kernels()[name]), make_noise(0.3), torch.randn(11, D)
+    module, path = tighter_gp.export_predictor(model, likelihood, dtype=torch.float64), str(tmp_path / "model.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch advises against it
+        torch.onnx.export(module, (x[:3],), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
+    for found, wanted in zip(onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()}), module(x), strict=True):
+        close(found, wanted)
+
+
 def test_module_is_a_snapshot_and_can_be_copied():
     model, likelihood, x = svgp(), make_noise(0.3), torch.randn(11, D)
     module = tighter_gp.export_predictor(model, likelihood)

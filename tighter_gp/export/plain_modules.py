@@ -62,11 +62,11 @@ class PlainKernel(torch.nn.Module):
         if self.kind in ("sum", "product"):
             return self._fold([part(x, z) for part in self.parts])
         if self.kind == "linear":
-            return (x * self.scale) @ z.mT
+            return (x * self.scale) @ z.transpose(-2, -1)  # older ONNX exporters know no .mT
         centre = z.mean(-2)
         x, z = (x - centre) / self.scale, (z - centre) / self.scale
         norms = x.square().sum(-1, keepdim=True) + z.square().sum(-1)
-        squared = (norms - 2 * x @ z.mT).clamp_min(0.0)
+        squared = (norms - 2 * x @ z.transpose(-2, -1)).clamp_min(0.0)
         if self.kind == "rbf":
             return torch.exp(-0.5 * squared)
         if self.kind == "rq":

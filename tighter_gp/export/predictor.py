@@ -46,7 +46,7 @@ class ExportedPredictor(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean and variance of f, mean and variance of y."""
         dtype = x.dtype
-        x = x.unflatten(-1, (self.points.size(-1),))  # fails for another number of columns, which would be broadcast
+        x = x.reshape(*x.shape[:-1], self.points.size(-1))  # fails for another number of columns, which would broadcast
         if self.points.dtype == torch.float64:
             x = x.double()  # a module of this precision inside, whatever comes
         projection = self.kernel(x, self.points) @ self.inverse_root  # rows of A, B x M
