@@ -231,7 +231,10 @@ def fit(
 
     if initialize:
         if not isinstance(x, (Tensor, np.ndarray)) or not isinstance(y, (Tensor, np.ndarray)):
-            raise ValueError("initialize=True needs x and y as tensors or arrays; call tighter_gp.initialize yourself.")
+            raise ValueError(
+                "initialize=True needs x and y as tensors or arrays. Before fit, with some rows of the data, call "
+                "tighter_gp.initialize(model, likelihood, some_x, some_y)."
+            )
         if not (resume and os.path.exists(checkpoint or "")):
             start_from_data(model, likelihood, x, y, seed=seed)
     with enforced_constraints(model, likelihood), distributed.group(like.device):
