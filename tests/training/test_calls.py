@@ -160,6 +160,13 @@ def test_targets_whose_scale_does_not_suit_the_steps_are_noticed(scale, caplog):
     assert "standard deviation" not in caplog.text
 
 
+def test_nothing_is_said_of_the_targets_of_a_call_that_is_refused(caplog):
+    x, y = data()
+    with pytest.raises(TypeError, match="needs a model with a variational_strategy"):
+        fit(torch.nn.Linear(2, 1), make_noise(0.2), x, 100 * y, steps=1)
+    assert caplog.text == ""
+
+
 class Frame:
     """As pandas has it."""
 

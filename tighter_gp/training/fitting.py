@@ -30,7 +30,7 @@ from .problem import Problem
 from .progress import Progress
 from .recipe import Recipe
 from .run import Plan, train
-from .sources import is_collapsed, make_objective, make_source, reference
+from .sources import is_collapsed, make_objective, make_source, reference, say_how_targets_spread
 from .steps import AdamStep, LBFGSStep
 from .steps import Step as KindOfStep
 from .structure import describe, describe_schedule
@@ -251,6 +251,7 @@ def fit(
         mll = make_objective(model, likelihood, objective, source.num_data)
         check_arguments(kwargs, likelihood, mll, function=fit)
         source.add_arguments(kwargs)
+        say_how_targets_spread(likelihood, source)
         _say_what_stays(model, likelihood, kwargs)
         # A look at all data, where somebody compares them.
         is_compared = checkpoint is not None or distributed.is_active()

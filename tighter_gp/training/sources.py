@@ -129,13 +129,15 @@ def make_source(
     if isinstance(y, Tensor):
         check_labels(likelihood, y)
     _compare_with_kept(model, x, y)
-    if isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood)):
-        _check_spread(source.y)
     return source
 
 
-def _check_spread(targets: Rows) -> None:
+def say_how_targets_spread(likelihood: Any, source: BatchSource) -> None:
     """Say if the step sizes of training do not suit the targets, by a look at some of them."""
+    is_scaled = isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood))
+    if not is_scaled or not isinstance(source, ArrayBatches):
+        return
+    targets = source.y
     values = targets.sample()
     seen = torch.where(torch.isfinite(values), values, torch.nan)
     spread = (seen - seen.nanmean(targets.dim, keepdim=True)).square().nanmean(targets.dim).sqrt().flatten()
