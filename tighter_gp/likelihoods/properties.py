@@ -9,8 +9,9 @@ import torch
 from gpytorch import likelihoods, settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
-from gpytorch.likelihoods.likelihood import Likelihood, _Likelihood
+from gpytorch.likelihoods.likelihood import Likelihood, _Likelihood, _OneDimensionalLikelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
+from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
 from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator
 from torch import Tensor
 
@@ -25,13 +26,26 @@ _LOG_CONCAVE = (
     likelihoods.SoftmaxLikelihood,
 )
 
+_NO_DENSITY = (None, torch.nn.Module.forward, Likelihood.forward, _Likelihood.forward)
+
+
+def has_gaussian_noise(likelihood: Any) -> bool:
+    """Whether p(y | f) is Gaussian and independent between points; one with a ``forward`` of your own is not."""
+    return isinstance(likelihood, _GaussianLikelihoodBase) and not has_own(likelihood, "forward")
+
 
 def is_gaussian(likelihood: Any) -> bool:
-    """Whether the noise is Gaussian and independent between points, so that the best scales have a closed form.
+    """Whether the noise is Gaussian and is trained as such, so that the best scales have a closed form.
 
     One of your own with another expectation, such as that of a power of the density, is not.
     """
-    return isinstance(likelihood, _GaussianLikelihoodBase) and not has_own(likelihood, "expected_log_prob")
+    return has_gaussian_noise(likelihood) and not has_own(likelihood, "expected_log_prob")
+
+
+def has_one_function(likelihood: Any) -> bool:
+    """Whether every entry of y depends on one function, also where ``forward`` is your own."""
+    is_multitask = isinstance(likelihood, _MultitaskGaussianLikelihoodBase)
+    return isinstance(likelihood, (_OneDimensionalLikelihood, _GaussianLikelihoodBase)) and not is_multitask
 
 
 def has_own(likelihood: Any, *names: str) -> bool:
@@ -40,13 +54,18 @@ def has_own(likelihood: Any, *names: str) -> bool:
 
 
 def has_closed_form(likelihood: Any, name: str) -> bool:
-    """Whether a likelihood has a method for its moments, and no class derived from its owner has changed the density since."""
-    for kind in type(likelihood).__mro__:
-        if name in vars(kind):
-            return True
-        if vars(kind).keys() & {"forward", "expected_log_prob"}:
-            return False
-    return False
+    """Whether a likelihood has a method for its expectations, and no class derived from its owner has changed the density since.
+
+    GPyTorch's classes agree with their own formulas, and a rule whose owner has no density is one for any.
+    """
+    kinds = type(likelihood).__mro__
+    owner = next((kind for kind in kinds if name in vars(kind)), None)
+    if owner is None:
+        return False
+    if getattr(owner, "forward", None) in _NO_DENSITY:
+        return True
+    since = [kind for kind in kinds[: kinds.index(owner)] if not kind.__module__.startswith("gpytorch.")]
+    return not any(vars(kind).keys() & {"forward", "expected_log_prob"} for kind in since)
 
 
 def has_own_noise(likelihood: Any) -> bool:
@@ -145,8 +164,10 @@ def filled(targets: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_sampled(likelihood: Any) -> bool:
-    """Whether GPyTorch estimates the expected log likelihood by sampling, as for :class:`SoftmaxLikelihood`."""
-    return type(likelihood).expected_log_prob in (Likelihood.expected_log_prob, _Likelihood.expected_log_prob)
+    """Whether the expected log likelihood is estimated by sampling, as GPyTorch does for :class:`SoftmaxLikelihood`."""
+    if type(likelihood).expected_log_prob in (Likelihood.expected_log_prob, _Likelihood.expected_log_prob):
+        return True
+    return not (has_closed_form(likelihood, "expected_log_prob") or has_one_function(likelihood))
 
 
 def correlates_tasks(q: MultivariateNormal) -> bool:
@@ -167,9 +188,10 @@ def task_covariance(q: MultivariateNormal) -> Tensor:
 def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **kwargs: Any) -> Tensor:
     r""":math:`\mathbb E_{q(f_n)}[\log p(y_n \mid f_n)]` point by point, as the likelihood has it.
 
-    Where GPyTorch samples, it draws the tasks of a point independently and reads a batch of as many points as
-    :class:`~gpytorch.likelihoods.SoftmaxLikelihood` has features transposed. Here correlated tasks are drawn together,
-    and no batch is transposed; otherwise the draws are GPyTorch's. A Laplace likelihood has a closed form.
+    Where a class has changed the density since its closed form, it is GPyTorch's quadrature over ``forward``, or sampled for
+    several functions at once. Where GPyTorch samples, it draws the tasks of a point independently and reads a batch of as
+    many points as :class:`~gpytorch.likelihoods.SoftmaxLikelihood` has features transposed. Here correlated tasks are drawn
+    together, and no batch is transposed; otherwise the draws are GPyTorch's. A Laplace likelihood has a closed form.
     """
     if has_closed_form(likelihood, "expected_log_prob_of_moments"):
         is_multitask = isinstance(q, MultitaskMultivariateNormal)
@@ -177,9 +199,13 @@ def expected_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, *
         return likelihood.expected_log_prob_of_moments(targets, q.mean, variance)
     if _is_laplace(likelihood):
         return _laplace_expectation(likelihood, targets, q)
-    if not is_sampled(likelihood):
+    if is_sampled(likelihood):
+        return log_prob_of_samples(likelihood, targets, place_samples(q, draw_samples(q)), **kwargs).mean(0)
+    if has_closed_form(likelihood, "expected_log_prob"):
         return likelihood.expected_log_prob(targets, q, **kwargs)
-    return log_prob_of_samples(likelihood, targets, place_samples(q, draw_samples(q)), **kwargs).mean(0)
+    is_base = isinstance(likelihood, _OneDimensionalLikelihood)
+    quadrature = likelihood.quadrature if is_base else GaussHermiteQuadrature1D().to(q.mean)
+    return quadrature(lambda f: likelihood.forward(f, **kwargs).log_prob(targets), q)
 
 
 def _is_laplace(likelihood: Any) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from ..arguments import check_arguments
@@ -27,6 +26,7 @@ from ..likelihoods.properties import (
     filled,
     gaussian_noise,
     has_closed_form,
+    has_one_function,
     is_gaussian,
     is_sampled,
     observed,
@@ -246,8 +246,8 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
 def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
     """Raise unless targets fit q(f) and the likelihood."""
     # A likelihood of several functions may have one label per point, a softmax has.
-    is_one_dimensional = isinstance(likelihood, _OneDimensionalLikelihood) or is_gaussian(likelihood)
-    allowed = {q.event_shape} if is_one_dimensional else {q.event_shape, q.event_shape[:1]}
+    has_one = has_one_function(likelihood) or is_gaussian(likelihood)
+    allowed = {q.event_shape} if has_one else {q.event_shape, q.event_shape[:1]}
     if isinstance(likelihood, SoftmaxLikelihood):
         allowed = {q.event_shape[:1]}
     for event_shape in allowed:

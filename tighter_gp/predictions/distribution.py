@@ -30,7 +30,7 @@ from .marginals import (
     SeveralFunctionsMarginal,
     make_marginal,
 )
-from .pointwise import FunctionValues, add_noise, function_values, is_gaussian
+from .pointwise import FunctionValues, add_noise, function_values, takes_noise
 
 _LARGEST = 2**22  # entries of one tensor on the way
 _NODES = 256  # of a rule, at most
@@ -74,7 +74,7 @@ class PredictiveDistribution:
         self._f, self._arguments, self._weights = f, arguments or {}, weights
         self._batch_size, self._num_samples, self._seed = batch_size, num_samples, seed
         # Gaussian noise is in f already.
-        is_final = is_gaussian(likelihood)
+        is_final = takes_noise(likelihood)
         self._likelihood = likelihood if is_final else copy.deepcopy(likelihood).double().requires_grad_(False)
         first = slice(0, min(1, f.mean.size(f.point_dim)))
         self._kind = type(self._marginal(first, f.rows(first).map(Tensor.double)))
@@ -366,12 +366,12 @@ def check_arguments(likelihood: Any, names: Any) -> None:
         known = ["tasks"]
     elif isinstance(likelihood, likelihoods.GaussianLikelihood):
         known = ["noise"]
-    elif is_gaussian(likelihood) or isinstance(likelihood, dirichlet):
-        known = []
     else:
+        known = []
+    if not (takes_noise(likelihood) or isinstance(likelihood, dirichlet)):
         parameters = list(inspect.signature(likelihood.forward).parameters.values())[1:]
         fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        known = [parameter.name for parameter in parameters if parameter.kind not in fixed]
+        known += [parameter.name for parameter in parameters if parameter.kind not in fixed]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "batch_size", "num_samples", "seed"], 1)
@@ -411,7 +411,7 @@ def distribution_of_y(
     check_arguments(likelihood, kwargs)
     with torch.no_grad():
         f = function_values(q)
-        if is_gaussian(likelihood):
+        if takes_noise(likelihood):
             f, kwargs = add_noise(likelihood, f, inputs=inputs, **kwargs), {}
     return PredictiveDistribution(
         likelihood,

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from gpytorch import likelihoods
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution
 from torch.special import log_ndtr, ndtr
 
+from ..likelihoods.properties import has_one_function
 from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
 from .given_f import conditional_cdf, conditional_density, entries, support
-from .pointwise import FunctionValues, is_gaussian
+from .pointwise import FunctionValues, takes_noise
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -358,7 +358,7 @@ def make_marginal(
     :param seed: Of the draws.
     """
     given: Any = (likelihood, arguments, num_draws, seed)
-    if is_gaussian(likelihood):
+    if takes_noise(likelihood):
         return GaussianMarginal(*given)
     if isinstance(likelihood, (likelihoods.SoftmaxLikelihood, likelihoods.DirichletClassificationLikelihood)):
         return ClassesMarginal(*given)
@@ -375,7 +375,7 @@ def make_marginal(
     base = entries(conditional)
     if isinstance(base, Categorical):
         return ClassesMarginal(*given)
-    if f.is_several and not isinstance(likelihood, _OneDimensionalLikelihood):
+    if f.is_several and not has_one_function(likelihood):
         return SeveralFunctionsMarginal(*given)
     if isinstance(base, Bernoulli):
         return BinaryMarginal(*given)

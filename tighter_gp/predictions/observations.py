@@ -16,7 +16,7 @@ from ..data import Rows, check_kind, input_rows, num_rows, reference
 from ..modes import chunks, temporary_mode
 from .distribution import PredictiveDistribution, check_arguments
 from .latent import predict
-from .pointwise import FunctionValues, add_noise, function_values, is_gaussian, joined
+from .pointwise import FunctionValues, add_noise, function_values, joined, takes_noise
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def predict_y(
     hidden_samples = (num_samples or 64) if is_deep else None
     f = function_values(predict(model, x, batch_size=batch_size, num_samples=hidden_samples, seed=seed))
     given = {name: Rows(value, like, name=name) if np.ndim(value) else value for name, value in kwargs.items()}
-    if is_gaussian(likelihood):
+    if takes_noise(likelihood):
         inputs = input_rows(x, like)
 
         def noisy() -> Iterator[tuple[slice, FunctionValues]]:

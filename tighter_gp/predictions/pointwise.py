@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
 from linear_operator import to_dense
 from linear_operator.operators import (
@@ -22,7 +21,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..likelihoods.properties import check_tasks, event_variance, has_own, has_own_noise
+from ..likelihoods.properties import check_tasks, event_variance, has_gaussian_noise, has_own_noise
 
 
 class FunctionValues(NamedTuple):
@@ -147,11 +146,10 @@ def _point_blocks(covar: Any, num_tasks: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def is_gaussian(likelihood: Any) -> bool:
-    """Whether y is Gaussian given f; labels with a Dirichlet likelihood are not, though it is trained as if."""
+def takes_noise(likelihood: Any) -> bool:
+    """Whether y is f and Gaussian noise; labels with a Dirichlet likelihood are not, though it is trained as if."""
     dirichlet = likelihoods.DirichletClassificationLikelihood
-    is_base = isinstance(likelihood, _GaussianLikelihoodBase) and not isinstance(likelihood, dirichlet)
-    return is_base and not has_own(likelihood, "forward", "marginal")
+    return has_gaussian_noise(likelihood) and not isinstance(likelihood, dirichlet)
 
 
 def add_noise(

@@ -27,6 +27,7 @@ from ..checks import (
 )
 from ..conditionals import Conditional, make_conditional
 from ..conditionals.base import ConditionalAddedLossTerm
+from ..likelihoods.properties import has_gaussian_noise
 from ..maths.collapsed import add_identity, collapse
 from ..maths.fused import fused_kl, fused_moments
 from ..maths.linalg import cholesky, full_precision, project
@@ -377,7 +378,7 @@ class TighterStrategy(VariationalStrategy):
         """An exact GP with the same q(f), at the parameters of the moment."""
         self._check_pseudo_points(NotImplementedError)
         likelihood = getattr(self.model, "likelihood", None)
-        if not isinstance(likelihood, GaussianLikelihood):
+        if not (isinstance(likelihood, GaussianLikelihood) and has_gaussian_noise(likelihood)):
             got = "none" if likelihood is None else type(likelihood).__name__
             raise NotImplementedError(f"Fantasy models need a GaussianLikelihood as model.likelihood; got {got}.")
         modules = {"mean_module": mean_module, "covar_module": covar_module}

@@ -20,7 +20,7 @@ from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
-from ..likelihoods.properties import observed
+from ..likelihoods.properties import is_gaussian, observed
 from ..likelihoods.slopes import expected_slopes
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
@@ -101,7 +101,8 @@ def _from_data(
         return
     for holder in holders:
         _place(holder, some, seed)
-    is_plain = len(holders) == 1 and isinstance(likelihood, GaussianLikelihood) and len(targets.shape) == 1
+    is_plain_noise = isinstance(likelihood, GaussianLikelihood) and is_gaussian(likelihood)
+    is_plain = len(holders) == 1 and is_plain_noise and len(targets.shape) == 1
     if not is_plain or not _is_kernel_and_mean(model, some[:3]):
         return
     # Missing targets say nothing.

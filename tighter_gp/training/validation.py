@@ -16,7 +16,6 @@ from gpytorch.likelihoods import (
     Likelihood,
     SoftmaxLikelihood,
 )
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
 from linear_operator.operators import DiagLinearOperator
@@ -27,7 +26,7 @@ from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
 from ..labels import check_labels, shape_hint
-from ..likelihoods.properties import is_gaussian, observed
+from ..likelihoods.properties import has_one_function, is_gaussian, observed
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
 from ..predictions.observations import mixture_weights
@@ -217,8 +216,8 @@ def check_finite(name: str, values: Tensor, likelihood: Likelihood | None = None
 def _check_shape(held_out: HeldOut, y: Tensor, q: MultivariateNormal) -> None:
     """Raise if a chunk of targets would broadcast; one label may stand for several functions."""
     likelihood = held_out.likelihood
-    one_output = is_gaussian(likelihood) or isinstance(likelihood, _OneDimensionalLikelihood)
-    wanted = [q.mean.shape] if one_output or len(q.event_shape) == 1 else [q.mean.shape, q.mean.shape[:-1]]
+    has_one = has_one_function(likelihood) or is_gaussian(likelihood)
+    wanted = [q.mean.shape] if has_one or len(q.event_shape) == 1 else [q.mean.shape, q.mean.shape[:-1]]
     if isinstance(likelihood, SoftmaxLikelihood):
         wanted = wanted[-1:]
     batch_dim = len(q.batch_shape)
