@@ -24,14 +24,14 @@ class TrainingData(NamedTuple):
     """What a collapsed model was trained on.
 
     :param x: Inputs, ``... x N x D``.
-    :param y: Targets.
+    :param observed: Which targets there are, shaped like the targets; None if all.
     :param noise: Noise variances, shaped like the targets.
     :param bound: Name of the bound.
     :param labels: Blocks of the points, if the bound has them.
     """
 
     x: Tensor
-    y: Tensor
+    observed: Tensor | None
     noise: Tensor
     bound: str
     labels: Tensor | None
@@ -130,14 +130,15 @@ def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
     """
     if isinstance(model, CollapsedGP):
         projector, q = model.posterior(precision)
-        training = TrainingData(model.train_x, model.train_y, model.train_noise, model.bound_name, None)
+        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name, None)
         return Posterior(projector, q, training=training)
     if isinstance(model, ExactGP):
         projector, kernel = exact_gp_projector(model, precision), model.covar_module
         (x,), y = model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
         core = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).collapse()
-        training = TrainingData(x, y, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
+        seen = observed(model.likelihood, y, y.shape[-1:])
+        training = TrainingData(x, seen, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
         return Posterior(projector, Whitened(core.weights, core.root), training=training)
     strategy = tighter_strategy(model)
     return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy)

@@ -169,6 +169,51 @@ def test_fixed_noise_has_one_scale_per_point(last_term):
     torch.testing.assert_close(given.variance, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("last_term", ["exact", "optimal", "subset", "local"])
+@pytest.mark.parametrize("policy", ["mask", "fill"])
+def test_training_points_without_a_target_explain_nothing(last_term, policy):
+    noise, missing = torch.linspace(0.02, 0.5, N), torch.arange(N) % 3 == 1
+    model = CollapsedGP(P.x, torch.where(missing, torch.nan, P.y), P.z.clone(), kernel(), make_noise(noise), 0.3)
+    x = torch.cat([X_TEST, P.x[missing][:3] + 0.01])
+    reference, seen = Dense(x, P.x[~missing]), noise[~missing]
+    m, subset = seen / (seen + reference.d), 16
+    if last_term == "optimal":
+        inverse = torch.linalg.inv(reference.D + torch.diag(seen))
+        reduction = (reference.r * (inverse @ reference.r)).sum(0)
+    elif last_term == "local":
+        subset = N - 2  # more than are seen
+        reduction = reference.reduction(m, noise=seen)
+    elif last_term == "subset":
+        subset = torch.tensor([0, 4, 3, -2, 5])  # of all training points, 4 without a target
+        places = [(~missing)[: row % N].sum() for row in (0, 3, -2, 5)]
+        reduction = reference.reduction(m, torch.stack(places), seen)
+    else:
+        reduction = reference.reduction(m, noise=seen)
+    with gpytorch.settings.observation_nan_policy(policy):
+        drop = predict(model, x=x)
+        actual = predict(model, "subset" if last_term == "local" else last_term, x, subset=subset)
+    torch.testing.assert_close(actual.mean, drop.mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual.variance, drop.variance - reduction, rtol=1e-8, atol=1e-9)
+    assert (reduction > 1e-3).any()
+
+
+@pytest.mark.parametrize("last_term", ["exact", "optimal", "subset"])
+def test_training_points_that_have_no_target_at_all_explain_nothing(last_term):
+    model = CollapsedGP(P.x, torch.full((N,), torch.nan), P.z.clone(), kernel(), make_noise(NOISE), 0.3)
+    with gpytorch.settings.observation_nan_policy("fill"):
+        torch.testing.assert_close(predict(model, last_term).variance, predict(model).variance)
+
+
+def test_the_last_term_needs_the_same_targets_in_every_member_of_a_batch():
+    y = torch.stack([P.y, P.y + 1.0])
+    y[1, 3] = torch.nan
+    model = CollapsedGP(P.x.expand(2, N, -1), y, P.z.clone(), kernel(), make_noise(NOISE))
+    with gpytorch.settings.observation_nan_policy("fill"):
+        assert torch.isfinite(predict(model).variance).all()
+        with pytest.raises(ValueError, match="the same rows in every model of the batch"):
+            predict(model, "exact")
+
+
 def test_a_local_subset_is_the_most_correlated_training_points_of_each_test_point():
     reference = Dense()
     m = NOISE / (NOISE + reference.d)

@@ -28,19 +28,24 @@ _EIGENVALUE_CUT = 1e-12
 
 
 class TrainingPoints(NamedTuple):
-    """The training points as the last term needs them, in float64; ``noise`` is None for a learned conditional."""
+    """The training points as the last term needs them, in float64.
+
+    :param noise: None for a learned conditional.
+    :param observed: Which of all training points these are, ``N``; None if all.
+    """
 
     x: Tensor
     projection: Tensor
     residual: Tensor
     scale: Tensor
     noise: Tensor | None
+    observed: Tensor | None = None
 
 
 def training_points(
     posterior: Posterior, last_term: str, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
 ) -> TrainingPoints:
-    """The training points of a model, its own or those passed.
+    """The training points of a model, its own or those passed; those without a target have nothing to say.
 
     :param posterior: Of the model, in float64.
     :param last_term: Which one.
@@ -49,6 +54,7 @@ def training_points(
     :param noise: Noise variances of the training points, if the likelihood does not have them.
     """
     variances: Tensor | None = None
+    seen: Tensor | None = None
     if posterior.training is not None:
         if posterior.training.bound not in ("titsias", "tighter") and last_term != "optimal":
             raise ValueError(
@@ -56,6 +62,9 @@ def training_points(
                 "last_term='drop' or 'optimal'."
             )
         train_x, variances = posterior.training.x, posterior.training.noise
+        if posterior.training.observed is not None:
+            seen = _of_every_member(posterior.training.observed)
+            train_x, variances = train_x[..., seen, :], variances[..., seen]
         points = posterior.projector(train_x)
     else:
         assert posterior.strategy is not None
@@ -79,7 +88,18 @@ def training_points(
     else:
         rows = torch.arange(train_x.size(-2), device=train_x.device)
         scale = conditional.scale(residual, index=rows).to(residual.dtype)
-    return TrainingPoints(train_x, points.matrix, residual, scale, variances)
+    return TrainingPoints(train_x, points.matrix, residual, scale, variances, seen)
+
+
+def _of_every_member(observed: Tensor) -> Tensor:
+    """Which targets there are, ``N``, in every model of a batch."""
+    first = observed.reshape(-1, observed.size(-1))[0]
+    if not torch.equal(observed, first.expand_as(observed)):
+        raise ValueError(
+            "The last term needs targets for the same rows in every model of the batch. Use last_term='drop', or one model "
+            "at a time."
+        )
+    return first
 
 
 class LastTerm:
@@ -101,6 +121,9 @@ class LastTerm:
                     raise ValueError(f"subset must be at least 1; got {subset}.")
                 self.local = min(subset, num_data)
             else:
+                if training.observed is not None:  # positions among all, as positions among those with a target
+                    subset = torch.arange(len(training.observed), device=training.x.device)[subset]
+                    subset = (training.observed.cumsum(0) - 1)[subset[training.observed[subset]]]
                 training = TrainingPoints(
                     training.x[..., subset, :],
                     training.projection[..., subset],
@@ -130,7 +153,7 @@ class LastTerm:
         if self.last_term == "diagonal":
             weight = (1 - training.scale) / training.residual.clamp_min(torch.finfo(torch.float64).tiny)
             return (weight.unsqueeze(-1) * cross.square()).sum(-2)
-        if self.local:
+        if self.last_term == "subset":
             return self._local(cross)
         return _quadratic(self.root, cross, training.scale, training.noise)
 
