@@ -260,12 +260,11 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_parameters(is_compiled,
 
 
 CHANGES = {
-    "fixed noise replaced": lambda mll: setattr(mll.likelihood, "noise", torch.full((7,), 2.0)),
-    "fixed noise in place": lambda mll: mll.likelihood.noise_covar.noise.fill_(2.0),
     "jitter": lambda mll: setattr(mll.model.variational_strategy, "jitter_val", 0.1),
     "function": lambda mll: setattr(mll.model.mean_module, "warp", torch.exp),
     "method": lambda mll: setattr(mll.model.mean_module, "forward", lambda x: x.sum(-1)),
     "dimensions in place": lambda mll: mll.model.covar_module.active_dims.copy_(torch.tensor([2, 0])),
+    "dimensions by numpy": lambda mll: mll.model.covar_module.active_dims.numpy().__setitem__(slice(None), [2, 0]),
     "private list": lambda mll: mll.model.mean_module._weights.reverse(),
     "object replaced": lambda mll: setattr(mll.model.mean_module, "scale", Scale(3.0)),
     "dataclass replaced": lambda mll: setattr(mll.model.mean_module, "shift", Shift(3.0)),
@@ -309,6 +308,33 @@ def test_a_changed_constant_makes_another_graph(change):
     torch.testing.assert_close(second, -mll(mll.model(x), y).detach())
     step(x, y)
     assert len(step._graphs) == 2  # nothing else made another
+
+
+CHANGES_OF_NOISE = {
+    "replaced": lambda likelihood: setattr(likelihood, "noise", torch.full((7,), 2.0)),
+    "in place": lambda likelihood: likelihood.noise_covar.noise.fill_(2.0),
+    "data": lambda likelihood: likelihood.noise_covar.noise.data.mul_(4.0),
+    "numpy": lambda likelihood: likelihood.noise_covar.noise.numpy().fill(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_NOISE)
+def test_a_changed_tensor_that_is_no_buffer_is_seen_by_the_same_graph(change):
+    mll, x, y = make()
+    mll.likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((7,), 0.5))
+    step = tighter_gp.CompiledStep(mll, **EAGER)
+    first = step(x, y)
+    CHANGES_OF_NOISE[change](mll.likelihood)
+    second, found = step(x, y), gradients(mll)
+    assert step.is_compiled
+    assert (second - first).abs() > 1e-3
+    mll.zero_grad()
+    expected = -mll(mll.model(x), y)
+    expected.backward()
+    torch.testing.assert_close(second, expected.detach())
+    for name, gradient in gradients(mll).items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+    assert len(step._graphs) == 1
 
 
 def test_tables_with_sparse_gradients_run_eagerly():

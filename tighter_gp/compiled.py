@@ -38,7 +38,7 @@ _FLAGS = ("variational_params_initialized", "updated_strategy")
 
 
 class Loss(torch.nn.Module):
-    """Minus an objective as a function of the batch, with every parameter and buffer below it."""
+    """Minus an objective as a function of the batch, with every parameter, buffer and other tensor below it."""
 
     def __init__(self, mll: MarginalLogLikelihood) -> None:
         super().__init__()
@@ -209,20 +209,22 @@ class CompiledStep:
         return torch.where(failed, torch.nan, loss.detach()), failed
 
     def _values(self) -> dict[str, Tensor]:
-        """The parameters and buffers of the moment: any of them may have been replaced."""
-        buffers = ((name, buffer) for name, buffer in self._loss.named_buffers() if buffer.is_floating_point())
-        return {**dict(self._loss.named_parameters()), **dict(buffers)}
+        """The parameters and buffers of the moment, and tensors that are neither, as fixed noise: any may have been replaced."""
+        found: dict[str, Tensor] = dict(self._loss.named_parameters())
+        found |= {name: buffer for name, buffer in self._loss.named_buffers() if buffer.is_floating_point()}
+        for path, module in self._loss.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    found[f"{path}.{name}"] = value.detach()
+        return found
 
     def _constants(self) -> Iterator[Any]:
-        """What else a graph depends on: the parts, their modes, tensors that are no state such as fixed noise, and numbers."""
+        """What else a graph depends on: the parts, their modes, numbers and whole numbers."""
         for module in self._loss.modules():
             yield id(module), module.training
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_floating_point() and name not in _FLAGS:
-                    yield id(buffer), buffer._version
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    yield id(value), value._version
+            for name, value in (*module._buffers.items(), *vars(module).items()):
+                if isinstance(value, Tensor) and not value.is_floating_point() and name not in _FLAGS:
+                    yield name, value.shape, value.dtype, _by_value(value)
                 elif name not in _OF_EVERY_MODULE:
                     yield name, plain_value(value)
 
@@ -294,6 +296,11 @@ class CompiledStep:
             del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         elif not bool(failed):
             self.optimizer.step()
+
+
+def _by_value(value: Tensor) -> Any:
+    """A tensor of whole numbers as a part of a key; on an accelerator, which is not waited for, by its version."""
+    return value.detach().numpy().tobytes() if value.device.type == "cpu" else (id(value), value._version)
 
 
 def _all_finite(*tensors: Tensor) -> Tensor:
