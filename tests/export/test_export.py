@@ -109,6 +109,24 @@ def test_likelihoods(name):
     assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
 
 
+@pytest.mark.parametrize("nu", [2.0, 1.5, 0.8])
+def test_student_t_noise_without_moments(nu):
+    likelihood = likelihoods.StudentTLikelihood(deg_free_constraint=gpytorch.constraints.Positive())
+    likelihood.deg_free = nu
+    model, x = svgp(), torch.randn(4, D)
+    module, y = tighter_gp.export_predictor(model, likelihood), tighter_gp.predict_y(model, likelihood, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        ways = [module, torch.jit.trace(module, x), torch.export.export(module, (x,)).module()]
+    for way in ways:
+        f_mean, f_variance, mean, variance = way(x)
+        assert f_variance.isfinite().all()
+        assert variance.isposinf().all()
+        torch.testing.assert_close(mean, f_mean if nu > 1 else torch.full((4,), torch.nan), equal_nan=True)
+        torch.testing.assert_close(mean, y.mean, equal_nan=True)
+        torch.testing.assert_close(variance, y.variance)
+
+
 @pytest.mark.parametrize("form", Q_FORMS)
 def test_every_form_of_q(form):
     model, likelihood, x = svgp(distribution=Q_FORMS[form]), make_noise(0.3), torch.randn(11, D)

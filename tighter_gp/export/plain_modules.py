@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from ..maths.quadrature import normal_rule
+from ..predictions.marginals import student_t_moments
 
 
 class PlainKernel(torch.nn.Module):
@@ -119,6 +120,7 @@ class PlainMean(torch.nn.Module):
 class PlainResponse(torch.nn.Module):
     """Mean and variance of y from those of f."""
 
+    noise_mean: Tensor
     noise: Tensor
     nodes: Tensor
     weights: Tensor
@@ -132,13 +134,13 @@ class PlainResponse(torch.nn.Module):
     def __init__(self, likelihood: Any) -> None:
         super().__init__()
         kind = type(likelihood)
-        noise = torch.zeros(())
+        noise_mean, noise = torch.zeros(()), torch.zeros(())
         if kind in (likelihoods.GaussianLikelihood, likelihoods.LaplaceLikelihood, likelihoods.StudentTLikelihood):
             noise = likelihood.noise.detach().reshape(())
             if kind is likelihoods.LaplaceLikelihood:
                 noise = 2 * noise
             elif kind is likelihoods.StudentTLikelihood:
-                noise = noise * (likelihood.deg_free / (likelihood.deg_free - 2)).detach().reshape(())
+                noise_mean, noise = (value.detach().reshape(()) for value in student_t_moments(likelihood))
         elif kind not in self._LINKS:
             raise TypeError(
                 f"export_predictor does not know {kind.__name__}; it takes Gaussian, Student-t, Laplace, Bernoulli and Poisson "
@@ -147,13 +149,14 @@ class PlainResponse(torch.nn.Module):
         self.link = self._LINKS.get(kind, "noise")
         nodes, weights = normal_rule()
         keep = weights > 1e-30
-        for name, value in (("noise", noise), ("nodes", nodes[keep]), ("weights", weights[keep])):
+        found = {"noise_mean": noise_mean, "noise": noise, "nodes": nodes[keep], "weights": weights[keep]}
+        for name, value in found.items():
             self.register_buffer(name, value.clone())
 
     def forward(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of y, ``B`` each."""
         if self.link == "noise":
-            return mean + 0.0, variance + self.noise
+            return mean + self.noise_mean, variance + self.noise
         if self.link == "probit":
             # In float32, since ONNX's runtime has no other erf.
             ratio = (mean / (1 + variance).sqrt()).float()

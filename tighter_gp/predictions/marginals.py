@@ -203,6 +203,14 @@ class LaplaceMarginal(OneFunctionMarginal):
         return function
 
 
+def student_t_moments(likelihood: likelihoods.StudentTLikelihood) -> tuple[Tensor, Tensor]:
+    """Mean and variance of Student-t noise: no mean for one degree of freedom or fewer, infinite variance for two or fewer."""
+    nu = likelihood.deg_free
+    return torch.where(nu > 1, torch.zeros_like(nu), torch.nan), likelihood.noise * torch.where(
+        nu > 2, nu / (nu - 2), torch.inf
+    )
+
+
 class StudentTMarginal(OneFunctionMarginal):
     r"""A Gaussian plus Student-t noise: a mixture over :math:`t = \log g` of Gaussians with noise :math:`\sigma^2/g`,
     where :math:`g` has a gamma distribution of mean one.
@@ -211,10 +219,9 @@ class StudentTMarginal(OneFunctionMarginal):
     _LOW, _HIGH = -80, 8
 
     def moments(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
-        """Variances add; infinite for two degrees of freedom or fewer."""
-        nu = self.likelihood.deg_free
-        inflated = torch.where(nu > 2, nu / (nu - 2), torch.inf)
-        return torch.where(nu > 1, f.mean, torch.nan), f.variance + self.likelihood.noise * inflated
+        """Means and variances add."""
+        mean, variance = student_t_moments(self.likelihood)
+        return f.mean + mean, f.variance + variance
 
     def around(self, f: FunctionValues) -> tuple[Tensor, Tensor]:
         """What has moments for every number of degrees of freedom."""
