@@ -6,6 +6,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
+from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
 from tighter_gp.likelihoods import BernoulliLogitLikelihood
@@ -61,6 +62,40 @@ def test_q_is_the_optimal_one_of_all_rows_where_they_are_few():
     found = tighter_gp.evaluate_bound(model, likelihood, x, y)
     tighter_gp.set_optimal_q(model, likelihood, x, y)
     torch.testing.assert_close(found, tighter_gp.evaluate_bound(model, likelihood, x, y), rtol=1e-6, atol=0)
+
+
+class Doubled(gpytorch.likelihoods.GaussianLikelihood):
+    def _shaped_noise_covar(self, *args, **kwargs):
+        return 2 * super()._shaped_noise_covar(*args, **kwargs)
+
+
+class Growing(gpytorch.likelihoods.GaussianLikelihood):
+    def _shaped_noise_covar(self, shape, *args, **kwargs):
+        return DiagLinearOperator(torch.linspace(0.1, 2.0, N)[: shape[-1]].expand(shape))
+
+
+@pytest.mark.parametrize("kind", [gpytorch.likelihoods.GaussianLikelihood, Doubled, Growing])
+@pytest.mark.parametrize("num_missing", [0, 20])
+def test_q_is_the_optimal_one_for_the_noise_that_the_likelihood_has(kind, num_missing):
+    x, y = data()
+    y[5 : 5 + num_missing] = torch.nan
+    model, likelihood = GP(x[:M]), kind()
+    likelihood.noise = 0.1
+    for parameter in [*model.hyperparameters(), *likelihood.parameters()]:
+        parameter.requires_grad_(False)
+    with gpytorch.settings.observation_nan_policy("fill"):
+        tighter_gp.initialize(model, likelihood, x, y)
+    noise = {Doubled: torch.full((N,), 0.2), Growing: torch.linspace(0.1, 2.0, N)}.get(kind, torch.full((N,), 0.1))
+    seen, z = ~y.isnan(), model.variational_strategy.inducing_points
+    lengthscale, scale = model.covar_module.base_kernel.lengthscale, model.covar_module.outputscale
+    k = lambda a, b: scale * torch.exp(-0.5 * torch.cdist(a / lengthscale, b / lengthscale).square())
+    root = torch.linalg.cholesky(k(z, z) + model.variational_strategy.jitter_val * torch.eye(M))
+    projection = torch.linalg.solve_triangular(root, k(z, x[seen]), upper=False)
+    covariance = torch.linalg.inv(torch.eye(M) + (projection / noise[seen]) @ projection.mT)
+    mean = covariance @ projection @ (y[seen] / noise[seen])
+    q = model.variational_strategy.variational_distribution
+    torch.testing.assert_close(q.mean, mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(q.covariance_matrix, covariance, rtol=1e-5, atol=1e-7)
 
 
 def test_what_does_not_apply_is_left_as_it_is():

@@ -20,7 +20,7 @@ from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
-from ..likelihoods.properties import is_gaussian, observed
+from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..likelihoods.slopes import expected_slopes
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
@@ -120,7 +120,9 @@ def _from_data(
     )
     is_free = lambda: all(p.requires_grad for q in holder.distributions for p in q.parameters())
     if isinstance(holder, TighterStrategy) and is_free():
-        _set_q(model, likelihood, holder, inputs[rows], targets[rows].to(like.dtype), share * len(order))
+        noise = gaussian_noise(likelihood, torch.Size(), torch.Size(targets.shape)).expand(targets.shape)[rows]
+        noise = noise * (len(rows) / (share * len(order)))
+        _set_q(model, likelihood, holder, inputs[rows], targets[rows].to(like.dtype), noise)
 
 
 @torch.no_grad()
@@ -198,9 +200,8 @@ def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> None
 
 
 @torch.no_grad()
-def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, num_data: float) -> None:
-    """The optimal q(u), from sums over some rows that stand for all."""
-    noise = likelihood.noise.expand(y.shape) * (len(y) / num_data)
+def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, noise: Tensor) -> None:
+    """The optimal q(u), from sums over some rows that stand for all: their noise is as much smaller as they are fewer."""
     with temporary_mode(model, False), full_precision(x.device.type):
         sums = gathered(strategy.projector(), input_rows(x, y), y, noise, likelihood, 4096)
     strategy.set_optimal(sums.gram, sums.linear)
