@@ -18,7 +18,7 @@ import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tests.tools.golden import VECTORS
-from tests.tools.support import Q_FORMS
+from tests.tools.support import Q_FORMS, for_last_term
 
 RELATIVE = 1e-9
 
@@ -209,7 +209,8 @@ def predictions(case, last_term, x=None, **kwargs):
     collapsed = tighter_gp.predict(case.collapsed(), x, last_term, **kwargs)
     model, likelihood = case.gp(), make_noise(case.noise)
     tighter_gp.set_optimal_q(model, likelihood, case.X, case.y)
-    sparse = tighter_gp.predict(model, x, last_term, likelihood=likelihood, train_x=case.X, **kwargs)
+    given = for_last_term(last_term, likelihood=likelihood, train_x=case.X)
+    sparse = tighter_gp.predict(model, x, last_term, **given, **kwargs)
     return (collapsed.mean, collapsed.variance), (sparse.mean, sparse.variance - case.jitter)
 
 

@@ -13,7 +13,7 @@ from gpytorch.likelihoods import BernoulliLikelihood
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
-from tests.tools.support import Q_FORMS, LargestOutput, assert_state, double_problem, randomize_q, state
+from tests.tools.support import Q_FORMS, LargestOutput, assert_state, double_problem, for_last_term, randomize_q, state
 
 P = double_problem(kernel="matern32")
 N, M = len(P.x), len(P.z)
@@ -254,7 +254,9 @@ def test_inducing_points_on_the_data_make_a_singular_residual_that_is_no_problem
     tighter_gp.set_optimal_q(model, likelihood, P.x, P.y)
     x = torch.cat([P.x, P.x[:3]])  # training points twice: D has rows of zeros and rows that repeat
     variances = {
-        last_term: tighter_gp.predict(model, X_TEST, last_term, likelihood=likelihood, train_x=x, subset=6).variance
+        last_term: tighter_gp.predict(
+            model, X_TEST, last_term, subset=6, **for_last_term(last_term, likelihood=likelihood, train_x=x)
+        ).variance
         for last_term in ("drop", "exact", "optimal", "subset")
     }
     for variance in variances.values():
@@ -309,13 +311,14 @@ def test_a_batch_of_gps_predicts_as_its_members(last_term, own_points, subset):
     y = P.y + torch.randn(3, N)
     model, likelihood = batch_of_gps(z)
     tighter_gp.set_optimal_q(model, likelihood, P.x, y)
-    together = predict(model, last_term, likelihood=likelihood, subset=subset, batch_size=4)
+    given = for_last_term(last_term, likelihood=likelihood)
+    together = predict(model, last_term, **given, subset=subset, batch_size=4)
     assert together.batch_shape == BATCH
     for i in range(3):
         noise = make_noise(NOISES[i])
         single = make_gp(z[i] if own_points else z, make_kernel("matern32", SCALES[i], torch.tensor(LENGTHS[i])))
         tighter_gp.set_optimal_q(single, noise, P.x, y[i])
-        alone = predict(single, last_term, likelihood=noise, subset=subset)
+        alone = predict(single, last_term, **for_last_term(last_term, likelihood=noise), subset=subset)
         torch.testing.assert_close(together.mean[i], alone.mean, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(together.variance[i], alone.variance, rtol=1e-8, atol=1e-10)
 
@@ -339,9 +342,8 @@ def test_a_float32_model_predicts_in_float32_what_float64_does(last_term):
     model = sparse(jitter_val=1e-4)
     expected = predict(model, last_term, subset=3)
     narrow = sparse(jitter_val=1e-4).float()
-    actual = tighter_gp.predict(
-        narrow, X_TEST.float(), last_term, likelihood=make_noise(NOISE).float(), train_x=P.x.float(), subset=3
-    )
+    given = for_last_term(last_term, likelihood=make_noise(NOISE).float(), train_x=P.x.float())
+    actual = tighter_gp.predict(narrow, X_TEST.float(), last_term, **given, subset=3)
     assert actual.mean.dtype == actual.variance.dtype == torch.float32
     torch.testing.assert_close(actual.mean.double(), expected.mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.variance.double(), expected.variance, rtol=1e-3, atol=1e-4)
@@ -395,7 +397,9 @@ def test_a_large_outputscale_in_float32_is_predicted_as_in_float64(name, last_te
         tighter_gp.set_optimal_q(model, likelihood, P.x.float(), 1e3 * P.y.float())
     found = []
     for dtype in (torch.float32, torch.float64):
-        given = {"likelihood": likelihood.to(dtype), "train_x": P.x.float().to(dtype)}
+        given = {}
+        if isinstance(model, GP):
+            given = for_last_term(last_term, likelihood=likelihood.to(dtype), train_x=P.x.float().to(dtype))
         x = X_TEST.float().to(dtype)
         found.append(tighter_gp.predict(copy.deepcopy(model).to(dtype), x, last_term, subset=4, **given))
     narrow, wide = found
@@ -411,8 +415,9 @@ def test_dropping_the_term_evaluates_no_kernel_in_float64_where_float32_suffices
     with LargestDouble() as seen:
         tighter_gp.predict(model, x)
     assert seen.largest <= M * M
+    given = {"likelihood": make_noise(NOISE).float(), "train_x": P.x.float()} if make is sparse else {}
     with LargestDouble() as seen:
-        tighter_gp.predict(model, x, "exact", likelihood=make_noise(NOISE).float(), train_x=P.x.float())
+        tighter_gp.predict(model, x, "exact", **given)
     assert seen.largest >= 50 * M
 
 
@@ -496,6 +501,35 @@ def test_bad_calls(last_term, kwargs, error, message):
         predict(model, last_term, **kwargs)
     assert_state(model, before)
     assert model.training
+
+
+UNUSED = {
+    "likelihood": lambda: make_noise(NOISE),
+    "train_x": lambda: P.x,
+    "noise": lambda: torch.full((3,), 9.0),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_only_a_last_term_takes_is_refused_without_one(name):
+    for model in (sparse(), collapsed(), make_gp(P.z, strategy=gpytorch.variational.VariationalStrategy)):
+        with pytest.raises(TypeError, match=rf"last_term='drop' needs no more: leave out {name}="):
+            tighter_gp.predict(model, X_TEST, **{name: UNUSED[name]()})
+
+
+@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("last_term", ["exact", "optimal", "subset", "diagonal"])
+def test_a_collapsed_model_takes_no_other_data_than_its_own(name, last_term):
+    chunked = tighter_gp.CollapsedGP(P.x, P.y, P.z, kernel(), make_noise(NOISE))
+    for model in (collapsed(), chunked):
+        with pytest.raises(TypeError, match=rf"A collapsed model has its own data and likelihood: leave out {name}="):
+            tighter_gp.predict(model, X_TEST, last_term, **{name: UNUSED[name]()})
+
+
+def test_a_collapsed_model_may_be_given_its_own_likelihood():
+    for model in (collapsed(), tighter_gp.CollapsedGP(P.x, P.y, P.z, kernel(), make_noise(NOISE))):
+        given = tighter_gp.predict(model, X_TEST, "exact", likelihood=model.likelihood)
+        assert torch.equal(given.variance, tighter_gp.predict(model, X_TEST, "exact").variance)
 
 
 def test_inputs_of_another_dimension():

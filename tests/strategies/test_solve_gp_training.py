@@ -122,7 +122,7 @@ def test_prediction_terms_lie_between_zero_and_the_dropped_one():
     tighter_gp.set_optimal_q(model, likelihood, j.p.x, j.p.y)
     x = j.p.x[:6] + 0.05
     predict = functools.partial(tighter_gp.predict, model, x, likelihood=likelihood, train_x=j.p.x)
-    dropped = predict("drop").variance
+    dropped = tighter_gp.predict(model, x).variance
     # d_* + s_* - r' V r by its definition: D given u and v, symmetric root
     k = dense.KERNELS[j.p.kernel]
     scale = lambda a, b: k(a, b, j.p.variance, j.p.lengthscales)

@@ -46,6 +46,11 @@ def randomize_q(model, seed: int = 0):
     return model
 
 
+def for_last_term(last_term: str, **given) -> dict:
+    """Arguments of ``predict`` that only a last term takes."""
+    return {} if last_term == "drop" else given
+
+
 def state(model) -> dict:
     """A copy of the state_dict."""
     return {name: value.clone() for name, value in model.state_dict().items()}

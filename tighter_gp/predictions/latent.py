@@ -67,9 +67,10 @@ def predict(
     :param x: Test inputs, ``N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only a chunk is in
         memory at a time.
     :param last_term: See the table; all but ``"drop"`` for one output, on a strategy or a collapsed model of this package.
-    :param likelihood: The likelihood, for the scales :math:`m_n` of ``conditional="optimal"``; a collapsed model has it.
-    :param train_x: Training inputs; a collapsed model has them.
-    :param noise: Noise variances of the training points for
+    :param likelihood: For a last term: the likelihood, for the scales :math:`m_n` of ``conditional="optimal"``. With
+        ``"drop"`` it is an error, as are the next two; a collapsed model has all three.
+    :param train_x: For a last term: the training inputs.
+    :param noise: For a last term: noise variances of the training points for
         :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`, if not stored there.
     :param subset: For ``"subset"``: how many training points for each test point, those most correlated with it given
         the inducing variables; or the positions of the training points to use for all.
@@ -94,11 +95,12 @@ def predict(
         )
     if last_term not in LAST_TERMS:
         raise ValueError(f"Unknown last_term {last_term!r}; choose {', '.join(map(repr, LAST_TERMS))}.")
+    inner, transform = unwrapped(model)
+    _refuse_unused(last_term, inner, likelihood=likelihood, train_x=train_x, noise=noise)
     like = reference(model)
     rows = input_rows(x, like)
     if not len(rows):
         raise ValueError("There are no test points.")
-    inner, transform = unwrapped(model)
     with temporary_mode(model, False), full_precision(like.device.type):
         if last_term != "drop":
             given = None if train_x is None else transform(input_rows(train_x, like, "train_x")[:])
@@ -127,6 +129,21 @@ def predict(
             stacklevel=2,
         )
     return as_distribution(whole)
+
+
+def _refuse_unused(last_term: str, model: Any, **given: Any) -> None:
+    """Raise for arguments that only a last term takes, and for those that a collapsed model has itself."""
+    own = None
+    if last_term == "drop":
+        reason = "last_term='drop' needs no more"
+    elif isinstance(model, (ExactGP, CollapsedGP)):
+        reason, own = "A collapsed model has its own data and likelihood", model.likelihood
+    else:
+        return
+    unused = [f"{name}=" for name, value in given.items() if value is not None and value is not own]
+    if unused:
+        hint = " predict_y takes a likelihood, and its noise= at the test points." if last_term == "drop" else ""
+        raise TypeError(f"{reason}: leave out {', '.join(unused)}.{hint}")
 
 
 def is_ours(model: Any) -> bool:
