@@ -33,6 +33,9 @@ Graph = Callable[..., Sequence[Tensor]]
 _REMEMBERED = {"_memoize_cache", "_factor_cache", "_q_cache", "_initialized_key", "_warned"}
 _OF_EVERY_MODULE = frozenset(vars(Module())) | _REMEMBERED
 
+# Entries of a tensor of whole numbers that is looked at in every step.
+_MOST_READ = 2**16
+
 # Buffers that say what has been done.
 _FLAGS = ("variational_params_initialized", "updated_strategy")
 
@@ -299,8 +302,9 @@ class CompiledStep:
 
 
 def _by_value(value: Tensor) -> Any:
-    """A tensor of whole numbers as a part of a key; on an accelerator, which is not waited for, by its version."""
-    return value.detach().numpy().tobytes() if value.device.type == "cpu" else (id(value), value._version)
+    """A tensor of whole numbers as part of a key; by its version if it is large or on an accelerator, which is not waited for."""
+    is_read = value.device.type == "cpu" and value.numel() <= _MOST_READ
+    return value.detach().numpy().tobytes() if is_read else (id(value), value._version)
 
 
 def _all_finite(*tensors: Tensor) -> Tensor:
