@@ -34,7 +34,7 @@ from .training import fit, initialize
 for _module in (blocks, bounds, linalg, moments):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Blocks",
