@@ -217,7 +217,7 @@ class CompiledStep:
         found |= {name: buffer for name, buffer in self._loss.named_buffers() if buffer.is_floating_point()}
         for path, module in self._loss.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
+                if name not in _OF_EVERY_MODULE and isinstance(value, Tensor) and value.is_floating_point():
                     found[f"{path}.{name}"] = value.detach()
         return found
 
@@ -226,9 +226,11 @@ class CompiledStep:
         for module in self._loss.modules():
             yield id(module), module.training
             for name, value in (*module._buffers.items(), *vars(module).items()):
+                if name in _OF_EVERY_MODULE:
+                    continue
                 if isinstance(value, Tensor) and not value.is_floating_point() and name not in _FLAGS:
                     yield name, value.shape, value.dtype, _by_value(value)
-                elif name not in _OF_EVERY_MODULE:
+                else:
                     yield name, plain_value(value)
 
     def _capture(
