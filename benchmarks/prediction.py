@@ -26,6 +26,7 @@ from torch import Tensor
 
 import tighter_gp
 
+from . import report
 from .data import Split, check_regression, check_sizes, load_split
 from .models import NOISE_FLOOR, make_start, warm_up
 from .options import add_arguments as add_common
@@ -181,5 +182,5 @@ def evaluate(
         "target_std": data.target_std,
         "test_std": test_std,
         "seconds": round(seconds, 4),
-        "flags": ["learnt the mean"] if rmse >= 0.98 * test_std else [],
+        "flags": report.flags_of_scores(rmse, test_std),
     }

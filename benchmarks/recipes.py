@@ -143,7 +143,7 @@ def _train(
         "skipped": len(history.skipped),
         "processor_seconds": round(seconds, 3),
         "seconds": round(history.seconds, 3),
-        "flags": ["learnt the mean"] if scores["rmse"] >= 0.98 * test_std else [],
+        "flags": report.flags_of_scores(scores["rmse"], test_std),
     }
 
 

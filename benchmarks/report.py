@@ -293,6 +293,11 @@ def means_table(results: Sequence[Result]) -> str:
     return table(*without_empty(header, rows))
 
 
+def flags_of_scores(rmse: float, test_std: float) -> list[str]:
+    """What a run is flagged with that predicts no better than the mean of the targets."""
+    return [LEARNT_THE_MEAN] if rmse >= 0.98 * test_std else []
+
+
 def flags(result: Result) -> list[str]:
     """What a run was flagged with.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tighter_gp.training import Step
 
-from . import models
+from . import models, report
 from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
@@ -119,6 +119,6 @@ def train(
         "seconds": round(history.seconds, 3),
         "steps": history.steps,
         "skipped": len(history.skipped),
-        "flags": ["learnt the mean"] if scores["rmse"] >= 0.98 * test_std else [],
+        "flags": report.flags_of_scores(scores["rmse"], test_std),
         "trace": trace.points,
     }

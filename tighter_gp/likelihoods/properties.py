@@ -26,6 +26,7 @@ _LOG_CONCAVE = (
     likelihoods.SoftmaxLikelihood,
 )
 
+# What ``forward`` is in a class that leaves the density to those derived from it.
 _NO_DENSITY = (None, torch.nn.Module.forward, Likelihood.forward, _Likelihood.forward)
 
 

@@ -206,9 +206,8 @@ class LaplaceMarginal(OneFunctionMarginal):
 def student_t_moments(likelihood: likelihoods.StudentTLikelihood) -> tuple[Tensor, Tensor]:
     """Mean and variance of Student-t noise: no mean for one degree of freedom or fewer, infinite variance for two or fewer."""
     nu = likelihood.deg_free
-    return torch.where(nu > 1, torch.zeros_like(nu), torch.nan), likelihood.noise * torch.where(
-        nu > 2, nu / (nu - 2), torch.inf
-    )
+    mean = torch.where(nu > 1, torch.zeros_like(nu), torch.nan)
+    return mean, likelihood.noise * torch.where(nu > 2, nu / (nu - 2), torch.inf)
 
 
 class StudentTMarginal(OneFunctionMarginal):

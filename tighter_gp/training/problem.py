@@ -87,9 +87,10 @@ class Problem:
         """
         if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):
             q = self.model(batch.x, **self.positions(batch))
-            if is_natural and q.batch_shape.numel() > self.model.variational_strategy.kl_divergence().numel():
+            members = q.batch_shape.numel()
+            if is_natural and members > 1 and members > self.model.variational_strategy.kl_divergence().numel():
                 raise ValueError(
-                    f"A batch of {q.batch_shape.numel()} models shares one q(u), which natural gradients cannot move: give it "
+                    f"A batch of {members} models shares one q(u), which natural gradients cannot move: give it "
                     f"batch_shape={tuple(q.batch_shape)}, or pass natural_gradients=False."
                 )
             average = partial(distributed.weighted_sum, weight=batch.weight)
