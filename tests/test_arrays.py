@@ -234,48 +234,9 @@ def test_integers_of_an_array_are_inputs_too():
 # -- arguments and labels -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "name", "nearest"),
-    [
-        (tighter_gp.evaluate_bound, "noises", "noise"),
-        (tighter_gp.evaluate_bound, "batchsize", "batch_size"),
-        (tighter_gp.evaluate_bound, "mll", "objective"),
-        (tighter_gp.set_optimal_q, "noises", "noise"),
-        (tighter_gp.set_optimal_q, "bs", "batch_size"),
-        (tighter_gp.diagnose, "sigma2", "noise"),
-        (tighter_gp.diagnose, "max_exacts", "max_exact"),
-    ],
-)
-def test_an_argument_that_nobody_uses_is_an_error(call, name, nearest):
-    with pytest.raises(
-        TypeError, match=f"{call.__name__}.. got an unknown argument '{name}'; did you mean '{nearest}'"
-    ):
-        call(sparse(), make_noise(0.1), P.x, P.y, **{name: NOISE})
-
-
-@pytest.mark.parametrize("make", [exact, collapsed])
-def test_an_argument_that_nobody_uses_is_an_error_for_collapsed_models(make):
-    model = make()
-    with pytest.raises(TypeError, match="unknown argument 'noises'; did you mean 'noise'"):
-        tighter_gp.evaluate_bound(model, model.likelihood, P.x, P.y, noises=NOISE)
-
-
 def test_noise_must_be_one_value_per_point():
     for call in (tighter_gp.evaluate_bound, tighter_gp.set_optimal_q):
         with pytest.raises(ValueError, match=rf"noise= must have one value per point, ... x {N}; got \(3,\)"):
             call(sparse(), make_noise(NOISE), P.x, P.y, noise=NOISE[:3])
         with pytest.raises(TypeError, match="noise= must be a tensor or an array"):
             call(sparse(), make_noise(NOISE), P.x, P.y, noise=0.1)
-
-
-@pytest.mark.parametrize("conditional", ["optimal", "scalar"])
-def test_labels_out_of_range_are_refused(conditional):
-    likelihood = gpytorch.likelihoods.BernoulliLikelihood()
-    model, y = make_gp(P.z, kernel(), conditional=conditional), (P.y > 0).double() + 1
-    with pytest.raises(ValueError, match="takes labels 0 and 1, or -1 and 1; y holds 1, 2"):
-        tighter_gp.evaluate_bound(model, likelihood, P.x, y)
-    with pytest.raises(ValueError, match="takes labels 0 and 1, or -1 and 1; y holds 1, 2"):
-        tighter_gp.TighterELBO(likelihood, model, N)(model(P.x), y)
-    poisson = tighter_gp.likelihoods.PoissonLikelihood()
-    with pytest.raises(ValueError, match="takes counts, whole numbers from 0; "):
-        tighter_gp.TighterELBO(poisson, model, N)(model(P.x), P.y)

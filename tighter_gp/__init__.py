@@ -3,13 +3,10 @@
 import sys
 
 from . import (
-    arguments,
     conditionals,
-    data,
     diagnostics,
     gplvm,
     inducing,
-    labels,
     likelihoods,
     maths,
     mlls,
@@ -26,7 +23,7 @@ from .full_data import evaluate_bound, set_optimal_q
 from .kernels import TighterInducingPointKernel
 from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
-from .predictions import PredictiveDistribution, distribution_of_y, log_density, predict, predict_y
+from .predictions import PredictiveDistribution, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit, initialize
 
@@ -48,22 +45,18 @@ __all__ = [
     "TighterELBO",
     "TighterInducingPointKernel",
     "TighterVariationalStrategy",
-    "arguments",
     "blocks",
     "bounds",
     "collapsed_bound",
     "conditionals",
-    "data",
     "diagnose",
     "diagnostics",
-    "distribution_of_y",
     "evaluate_bound",
     "export_predictor",
     "fit",
     "gplvm",
     "inducing",
     "initialize",
-    "labels",
     "likelihoods",
     "linalg",
     "log_density",

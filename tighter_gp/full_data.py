@@ -13,15 +13,14 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
-from .arguments import argument_names, check_arguments
 from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
 from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
-from .labels import check_labels, check_value
 from .likelihoods.properties import gaussian_noise, observed
+from .likelihoods.targets import check_arguments, check_objective, check_targets
 from .maths.bounds import PENALTIES, block_penalty, full_penalty
 from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
@@ -100,12 +99,12 @@ def evaluate_bound(
             strategy.training = True
         for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):
             batch, targets = rows_of_x[rows], rows_of_y[rows]
-            check_labels(likelihood, targets)
+            check_targets(likelihood, targets)
             call = {"index": torch.arange(num_data, device=like.device)[rows]} if needs_index else {}
             q = model(batch, **call)
             terms = mll(q, targets, **{name: value[rows] for name, value in kwargs.items()})
             log_likelihood, kl_divergence, _, *rest = terms
-            check_value(log_likelihood, q, targets, likelihood)
+            check_objective(log_likelihood, q, targets)
             added_loss, conditional = (*rest, 0.0, 0.0)[:2]
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
     return data_terms - num_data * kl_divergence
@@ -127,7 +126,7 @@ def per_point(
     kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor, function: Callable[..., Any]
 ) -> dict[str, Rows]:
     """Per-point arguments of a likelihood, or a clear error."""
-    check_arguments(kwargs, likelihood, function=function)
+    check_arguments(likelihood, kwargs)
     for name, value in kwargs.items():
         check_kind(name, value)
         if tuple(value.shape[-1:]) != (num_data,):
@@ -139,8 +138,7 @@ def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objectiv
     """The bound of a model that has its inputs itself."""
     if not hasattr(model, "objective"):
         raise TypeError(f"{type(model).__name__} needs inputs; x=None is for a latent-variable model.")
-    allowed = {*argument_names(likelihood), "mask", "num_samples"}
-    check_arguments(kwargs, likelihood, function=evaluate_bound, allowed=allowed)
+    check_arguments(likelihood, kwargs.keys() - {"mask", "num_samples"})
     if issubclass(objective, (TighterELBO, VariationalELBO)):
         chosen = None if objective is TighterELBO else objective
         mll = model.objective(len(y), likelihood=likelihood, objective=chosen)

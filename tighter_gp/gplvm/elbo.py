@@ -13,11 +13,11 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..arguments import check_arguments
 from ..conditionals import PerPoint
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..data import Rows, reference
 from ..likelihoods.properties import expected_log_prob, filled
+from ..likelihoods.targets import check_arguments
 from ..mlls import DataTerms, TighterELBO, data_terms
 from ..mlls.priors import log_prior
 from ..modes import chunks, temporary_mode
@@ -117,7 +117,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         """Sums over points, one value per output."""
         if self.is_tighter:
             return data_terms(self.likelihood, q_f, target, mask=mask, beta=self.beta, **kwargs)
-        check_arguments(kwargs, self.likelihood)
+        check_arguments(self.likelihood, kwargs)
         log_prob = expected_log_prob(self.likelihood, target if mask is None else filled(target, mask), q_f, **kwargs)
         log_prob = log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
         return DataTerms(log_prob.sum(-1), torch.zeros_like(log_prob[..., 0]))

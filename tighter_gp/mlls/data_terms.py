@@ -6,18 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
 from torch import Tensor
 
-from ..arguments import check_arguments
 from ..carrier import Carrier, iter_carriers, mixes_points
-from ..checks import check_device, host_values
+from ..checks import check_device
 from ..conditionals import Conditional, OptimalConditional
 from ..data import signed
-from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import (
     correlates_tasks,
     draw_samples,
@@ -26,14 +23,13 @@ from ..likelihoods.properties import (
     filled,
     gaussian_noise,
     has_closed_form,
-    has_one_function,
     is_gaussian,
     is_sampled,
-    observed,
     place_samples,
     task_covariance,
 )
 from ..likelihoods.slopes import mean_curvature, sampled_log_prob
+from ..likelihoods.targets import check_arguments
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
 from ..maths.fused import fused_gaussian_terms
 from ..recording import is_recording
@@ -96,7 +92,7 @@ def carried_terms(
 ) -> DataTerms:
     """:func:`data_terms` of a q(f) whose carrier is known."""
     if kwargs:
-        check_arguments(kwargs, likelihood)
+        check_arguments(likelihood, kwargs)
     check_device(target, q.mean.device, "Targets are")
     check_device(likelihood, q.mean.device, "The likelihood is")
     conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
@@ -241,34 +237,6 @@ def carrier_of(likelihood: Any, q: Any) -> Carrier:
             "gpytorch.variational.IndependentMultitaskVariationalStrategy."
         )
     return carriers[0]
-
-
-def check_target(likelihood: Any, q: MultivariateNormal, target: Tensor) -> None:
-    """Raise unless targets fit q(f) and the likelihood."""
-    # A likelihood of several functions may have one label per point, a softmax has.
-    has_one = has_one_function(likelihood) or is_gaussian(likelihood)
-    allowed = {q.event_shape} if has_one else {q.event_shape, q.event_shape[:1]}
-    if isinstance(likelihood, SoftmaxLikelihood):
-        allowed = {q.event_shape[:1]}
-    for event_shape in allowed:
-        batch_shape = target.shape[: target.dim() - len(event_shape)]
-        if target.shape[len(batch_shape) :] == event_shape and _fits(batch_shape, q.batch_shape):
-            break
-    else:
-        wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in sorted(allowed, key=len))
-        raise ValueError(
-            f"Targets must have shape {wanted} to fit q(f); got {tuple(target.shape)}. "
-            f"{shape_hint(likelihood, target.shape)}"
-        )
-    values = host_values(target)
-    if values is not None and not np.isfinite(values).all() and observed(likelihood, target, q.event_shape) is None:
-        count = (~np.isfinite(values)).sum()
-        raise ValueError(
-            f"{count} of {target.numel()} targets are NaN or infinite; drop them, or mark NaN as missing with "
-            "gpytorch.settings.observation_nan_policy('fill')."
-        )
-    if values is not None:
-        check_labels(likelihood, values, "y")
 
 
 def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:

@@ -15,12 +15,14 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
 from ..carrier import Carrier
+from ..checks import host_values
 from ..conditionals import ScalarConditional
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.properties import is_gaussian, is_log_concave, observed
+from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
-from .data_terms import DataTerms, carried_terms, carrier_of, check_target, no_closed_form
+from .data_terms import DataTerms, carried_terms, carrier_of, no_closed_form
 from .priors import log_prior
 from .wrapped import wrapped_kl_divergence
 
@@ -101,6 +103,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             raise ValueError(f"beta must be positive; got {beta}.")
         strategies = _tighter_strategies(model)
         super().__init__(likelihood, model, num_data, beta, combine_terms)
+        self._has_seen_targets = False
         if not is_gaussian(likelihood) and all(s.conditional.is_gaussian_only for s in strategies):
             raise no_closed_form(strategies[-1].conditional, likelihood)
         if not is_log_concave(likelihood) and not all(s.conditional.is_strict for s in strategies):
@@ -157,7 +160,11 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 f"The batch has {num_batch} points but num_data={self.num_data}; num_data is the size of the whole "
                 "training set."
             )
-        check_target(self.likelihood, q, target)
+        check_shape(self.likelihood, q, target)
+        if not self._has_seen_targets:  # a first look, as fit has it of all data
+            self._has_seen_targets = True
+            if host_values(target) is not None:
+                check_targets(self.likelihood, target)
         mask = observed(self.likelihood, target, q.event_shape)
         terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
         hidden = self._hidden_penalty(carrier, num_batch)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from ..data import as_tensor
 from ..draws import seeded
+from ..likelihoods.targets import check_arguments
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
 from .given_f import support
@@ -353,32 +352,6 @@ def _per_point(value: Any, rows: slice) -> Any:
     return value[..., rows] if isinstance(value, Tensor) and value.dim() else value
 
 
-def check_arguments(likelihood: Any, names: Any) -> None:
-    """Raise a TypeError for an argument that a likelihood does not use.
-
-    :param likelihood: The likelihood.
-    :param names: Names of arguments.
-    """
-    dirichlet = likelihoods.DirichletClassificationLikelihood
-    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not isinstance(likelihood, dirichlet):
-        known = ["noise"]
-    elif isinstance(likelihood, likelihoods.HadamardGaussianLikelihood):
-        known = ["tasks"]
-    elif isinstance(likelihood, likelihoods.GaussianLikelihood):
-        known = ["noise"]
-    else:
-        known = []
-    if not (takes_noise(likelihood) or isinstance(likelihood, dirichlet)):
-        parameters = list(inspect.signature(likelihood.forward).parameters.values())[1:]
-        fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        known += [parameter.name for parameter in parameters if parameter.kind not in fixed]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, "batch_size", "num_samples", "seed"], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{type(likelihood).__name__} takes no argument {name!r}{hint}")
-
-
 def distribution_of_y(
     likelihood: Any,
     q: MultivariateNormal,
@@ -405,7 +378,7 @@ def distribution_of_y(
 
     Example:
         >>> q = tighter_gp.predict(model, test_x)
-        >>> tighter_gp.distribution_of_y(likelihood, q).mean.shape == test_y.shape
+        >>> tighter_gp.predict_y(likelihood, q).mean.shape == test_y.shape
         True
     """
     check_arguments(likelihood, kwargs)
@@ -430,7 +403,7 @@ def log_density(likelihood: Any, q: MultivariateNormal, y: Any, **kwargs: Any) -
     :param likelihood: Any likelihood of GPyTorch or this package, or one of your own.
     :param q: q(f), ``... x N`` or ``... x N x T``.
     :param y: Targets, ``N`` or ``N x T``; NaN is missing, and gives NaN for a point without any.
-    :param kwargs: As of :func:`~tighter_gp.distribution_of_y`.
+    :param kwargs: As of :func:`~tighter_gp.predict_y`.
     :return: ``... x N``, without a graph.
 
     Example:

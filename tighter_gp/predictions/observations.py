@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..checks import check_device
 from ..data import Rows, check_kind, input_rows, num_rows, reference
+from ..likelihoods.targets import check_arguments
 from ..modes import chunks, temporary_mode
-from .distribution import PredictiveDistribution, check_arguments
+from .distribution import PredictiveDistribution
 from .latent import predict
 from .pointwise import FunctionValues, add_noise, function_values, joined, takes_noise
 

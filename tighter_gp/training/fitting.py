@@ -14,8 +14,8 @@ import torch
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
-from ..arguments import check_arguments
 from ..checks import describe_hyperparameters
+from ..likelihoods.targets import check_arguments
 from ..mlls import TighterELBO
 from ..strategies import TighterStrategy
 from . import distributed
@@ -161,9 +161,8 @@ def fit(
         compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler or dataset cannot tell.
-    :param kwargs: Per-point arguments of the likelihood or the objective, see
-        :func:`~tighter_gp.arguments.argument_names`; a tensor or array, such as ``noise=``, has one value per point,
-        ``... x N``. An unknown one is a ``TypeError``.
+    :param kwargs: Per-point arguments of the likelihood or the objective; a tensor or array, such as ``noise=``, has one
+        value per point, ``... x N``.
     :return: The history. The model is left in the mode it was in.
 
     Example:
@@ -225,9 +224,10 @@ def fit(
     is_loader = hasattr(x, "dataset")
     _say_what_is_unused(optimizer, collapsed, is_loader, lr=lr, schedule=schedule, batch_size=batch_size)
     if collapsed or is_loader:
-        # Neither has a place for them.
-        owner = f"A {type(model if collapsed else x).__name__}"
-        check_arguments(kwargs, likelihood, function=fit, allowed=(), owner=owner)
+        for name in kwargs:  # neither has a place for them
+            raise TypeError(
+                f"Got an unknown argument {name!r}: a {type(model if collapsed else x).__name__} takes none."
+            )
 
     if initialize:
         if not isinstance(x, (Tensor, np.ndarray)) or not isinstance(y, (Tensor, np.ndarray)):
@@ -249,7 +249,8 @@ def fit(
             num_data=num_data,
         )
         mll = make_objective(model, likelihood, objective, source.num_data)
-        check_arguments(kwargs, likelihood, mll, function=fit)
+        if objective is None and x is not None:
+            check_arguments(likelihood, kwargs)
         source.add_arguments(kwargs)
         say_how_targets_spread(likelihood, source)
         _say_what_stays(model, likelihood, kwargs)

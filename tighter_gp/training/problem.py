@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..collapsed import CollapsedGP
 from ..draws import seed_generators
-from ..labels import check_value
+from ..likelihoods.targets import check_objective
 from ..mlls.priors import log_prior
 from . import distributed
 from .batches import Batch
@@ -73,7 +73,7 @@ class Problem:
         is_exact = isinstance(self.model, ExactGP)  # which knows its points
         q = self.model(batch.x, **({} if is_exact else self.positions(batch)))
         value = self.objective(q, batch.y, **({} if is_exact else batch.kwargs))
-        check_value(value, q, batch.y, self.likelihood)
+        check_objective(value, q, batch.y)
         return -value.sum()
 
     def weighted_loss(self, batch: Batch) -> Tensor:

@@ -22,7 +22,7 @@ from ..checks import check_device
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_array, first_parameter
 from ..kernels import TighterInducingPointKernel
-from ..labels import check_labels
+from ..likelihoods.targets import check_targets
 from ..mlls import TighterELBO
 from ..mlls.priors import counts_twice, log_prior
 from ..posterior import exact_gp_projector
@@ -97,7 +97,7 @@ def make_source(
     like = first_parameter(model, likelihood)
     x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
     fixed = likelihood.noise_covar.noise if isinstance(likelihood, FixedNoiseGaussianLikelihood) else None
-    check_y = lambda values: check_labels(likelihood, values)
+    check_y = lambda values: _check_targets(likelihood, torch.as_tensor(values), may_miss=x is None)
     if x is not None and not isinstance(x, (Tensor, np.ndarray)):
         if not hasattr(x, "dataset"):
             check_array("x", x, "a tensor, a numpy array or a DataLoader")
@@ -124,12 +124,15 @@ def make_source(
     # A latent-variable model takes NaN for a missing entry, and looks at its data itself; arrays are looked at in batches.
     if isinstance(x, Tensor):
         check_finite("x", x)
-    if x is not None and isinstance(y, Tensor):
-        check_finite("y", y, likelihood)
     if isinstance(y, Tensor):
-        check_labels(likelihood, y)
+        check_y(y)
     _compare_with_kept(model, x, y)
     return source
+
+
+def _check_targets(likelihood: Any, y: Tensor, may_miss: bool) -> None:
+    """:func:`check_targets`, which leaves NaN to a latent-variable model."""
+    check_targets(likelihood, y[~torch.isnan(y)] if may_miss else y, "values of y")
 
 
 def say_how_targets_spread(likelihood: Any, source: BatchSource) -> None:

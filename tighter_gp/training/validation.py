@@ -21,12 +21,11 @@ from gpytorch.models.deep_gps import DeepGP
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..arguments import check_arguments
 from ..checks import NUMERICAL_ERRORS
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
-from ..labels import check_labels, shape_hint
 from ..likelihoods.properties import has_one_function, is_gaussian, observed
+from ..likelihoods.targets import check_arguments, check_targets
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
 from ..predictions.observations import mixture_weights
@@ -50,7 +49,7 @@ class HeldOut:
             raise ValueError(
                 f"There must be a held-out target for each of the {num_points} rows of x; got {tuple(y.shape)}."
             )
-        check_arguments(kwargs, likelihood)
+        check_arguments(likelihood, kwargs)
         for name, value in kwargs.items():
             check_kind(name, value)
             if isinstance(value, (Tensor, np.ndarray)) and value.shape[-1:] != (num_points,):
@@ -88,8 +87,7 @@ class HeldOut:
         for rows in chunks(len(self), 2**16):
             x, y, _ = self.take(rows)
             check_finite("the validation inputs", x)
-            check_finite("the validation targets", y, self.likelihood)
-            check_labels(self.likelihood, y, "the validation targets")
+            check_targets(self.likelihood, y, "values of the validation targets")
 
 
 @torch.no_grad()
@@ -225,5 +223,6 @@ def _check_shape(held_out: HeldOut, y: Tensor, q: MultivariateNormal) -> None:
         whole = [(*shape[:batch_dim], len(held_out), *shape[batch_dim + 1 :]) for shape in wanted]
         raise ValueError(
             f"Held-out targets must have shape {' or '.join(map(str, whole))} to fit q(f) with N = {len(held_out)}; got "
-            f"{tuple(held_out.y.shape)}. {shape_hint(likelihood, y.shape)}"
+            f"{tuple(held_out.y.shape)}. For a single output squeeze a trailing "
+            "dimension of one; of one-hot rows pass y.argmax(-1)."
         )
