@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tighter_gp"
 
 # The rooms of the house, in order. A module imports from rooms above its own, or from its own.
 ROOMS = {
-    "tools": ("arguments", "checks", "data", "draws", "modes", "recording", "settings"),
+    "tools": ("arguments", "checks", "data", "draws", "modes", "recording", "settings", "starts"),
     "maths": ("maths",),
     "prior": ("prior",),
     "family": ("carrier", "conditionals", "inducing", "labels", "likelihoods"),

@@ -113,9 +113,8 @@ class Diagnosis:
         if self.misfit >= _MEAN_ONLY:
             yield (
                 f"The model has learnt the mean and no more: it misses the training targets by {self.misfit:.2f} of their "
-                "standard deviation. Scale the inputs to unit variance, start from lengthscales of the size of their "
-                "distances, such as tighter_gp.inducing.median_lengthscale, and train again; a tighter bound or more "
-                "inducing points change nothing before that."
+                "standard deviation. Scale the inputs to unit variance, and train again with initialize=True, which tries a "
+                "few lengthscales to start from; a tighter bound or more inducing points change nothing before that."
             )
             return
         if self.mean_ratio < 2 * _NEGLIGIBLE:

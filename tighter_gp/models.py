@@ -21,7 +21,11 @@ from .data import check_array, from_array
 from .inducing import kmeans
 from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from .likelihoods.properties import is_log_concave
+from .starts import start_lengthscales
 from .strategies import TighterVariationalStrategy
+
+# Rows for k-means, of more data than that.
+_MOST_ROWS = 32768
 
 __all__ = ["BinaryClassification", "CountRegression", "MultiClassification", "MultiOutputRegression", "Regression"]
 
@@ -34,10 +38,11 @@ def _conditional(likelihood: Likelihood) -> str:
 class Regression(ApproximateGP):
     """A sparse GP with one output: targets of shape ``N``.
 
-    The kernel is a scaled Matérn-3/2 with one lengthscale per input, which start at the spread of the inducing points; the
-    mean is a constant. Scale targets to unit variance.
+    The kernel is a scaled Matérn-3/2 with one lengthscale per input, which start at the spread of the inducing points, but
+    at no tiny value; the mean is a constant. Scale targets to unit variance.
 
-    :param x: Training inputs, ``N x D`` or ``N``, a tensor or an array, for the inducing points: centres of k-means.
+    :param x: Training inputs, ``N x D`` or ``N``, a tensor or an array, for the inducing points: centres of
+        k-means of at most 32,768 rows.
     :param num_inducing: How many; at most as many as there are inputs.
     :param inducing_points: The inducing points themselves, ``M x D``, in place of ``x``.
     :param covar_module: Another kernel; of a batch shape for one per output.
@@ -71,14 +76,15 @@ class Regression(ApproximateGP):
                 raise TypeError(f"{name} must be a {kind.__name__} of GPyTorch; got {got}.")
         shape = torch.Size(() if _num_functions is None else (_num_functions,))
         likelihood = self._make_likelihood(*shape) if likelihood is None else likelihood
-        z = _points(x, num_inducing, inducing_points)
+        rows = _rows(x, inducing_points)
+        z = kmeans(rows, min(num_inducing, len(rows))) if inducing_points is None else rows.detach().clone()
         q = CholeskyVariationalDistribution(z.size(-2), batch_shape=shape)
         strategy: Any = TighterVariationalStrategy(self, z, q, conditional=_conditional(likelihood))
         if _num_functions is not None:
             strategy = IndependentMultitaskVariationalStrategy(strategy, num_tasks=_num_functions)
         super().__init__(strategy)
         self.mean_module = ConstantMean(batch_shape=shape) if mean_module is None else mean_module
-        self.covar_module = _default_kernel(z, shape) if covar_module is None else covar_module
+        self.covar_module = _default_kernel(rows, z, shape) if covar_module is None else covar_module
         self.likelihood = likelihood
         self.to(z)
 
@@ -148,20 +154,20 @@ def _count(name: str, value: Any) -> int:
         raise TypeError(f"{name} comes first, an integer, and then x; got {type(value).__name__}.") from None
 
 
-def _points(x: Any, num_inducing: int, inducing_points: Tensor | None) -> Tensor:
+def _rows(x: Any, inducing_points: Tensor | None) -> Tensor:
+    """Where the inducing points are placed among: some of the training inputs, or the inducing points themselves."""
     if (x is None) == (inducing_points is None):
         raise TypeError("Give either training inputs, to place inducing points among, or inducing_points=.")
     name, points = ("x", x) if inducing_points is None else ("inducing_points", inducing_points)
     if not isinstance(points, (list, tuple)):
         check_array(name, points)
+    if len(points) > _MOST_ROWS and inducing_points is None:
+        points = points[np.sort(np.random.default_rng(0).choice(len(points), _MOST_ROWS, replace=False))]
     points = from_array(points) if isinstance(points, np.ndarray) else torch.as_tensor(points)
-    points = points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
-    return kmeans(points, min(num_inducing, len(points))) if inducing_points is None else points.detach().clone()
+    return points.reshape(len(points), -1).to(points if points.is_floating_point() else torch.get_default_dtype())
 
 
-def _default_kernel(z: Tensor, batch_shape: torch.Size) -> Kernel:
+def _default_kernel(rows: Tensor, z: Tensor, batch_shape: torch.Size) -> Kernel:
     kernel = MaternKernel(1.5, ard_num_dims=z.size(-1), batch_shape=batch_shape).to(z)
-    spread = z.std(-2, correction=0)
-    spread = torch.where(spread > 0, spread, spread.mean() if bool(spread.any()) else 1.0)
-    kernel.lengthscale = (z.size(-1) ** 0.5 * spread).expand(*batch_shape, 1, -1)
+    kernel.lengthscale = start_lengthscales(rows, z).expand(*batch_shape, 1, -1)
     return ScaleKernel(kernel, batch_shape=batch_shape)

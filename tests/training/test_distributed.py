@@ -300,7 +300,7 @@ def test_a_failure_in_one_process_skips_the_step_in_all(two):
 def test_processes_decide_by_the_whole_batch(two, case, caplog):
     (first, second), _ = two
     name = case.__name__.replace("_", " ")
-    with caplog.at_level("WARNING", "tighter_gp"):
+    with caplog.at_level("DEBUG", "tighter_gp"):
         alone = case()
     assert ("made the loss much worse" in caplog.text) == (case is counts)
     assert_same(first[name], alone, 1e-7)

@@ -356,10 +356,3 @@ def test_items_of_several_rows_are_not_counted_as_points():
     with pytest.raises(ValueError, match=r"A batch of 4 items has 20 rows.*num_data="):
         fit(*problem(), loader, steps=1)
     fit(*problem(), loader, steps=1, num_data=50)
-
-
-def test_weights_are_no_index():
-    x, y = data()
-    loader = DataLoader(TensorDataset(x, y, torch.rand(N)), batch_size=10)
-    with pytest.raises(TypeError, match=r"index of its rows, integers; got torch\.float64"):
-        fit(*problem(), loader, steps=1)

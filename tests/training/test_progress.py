@@ -29,7 +29,7 @@ def test_without_a_terminal_the_log_has_a_line_per_tenth_and_one_at_the_end(capl
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(" of ")[0] for line in lines[:-1]] == [f"step {n}" for n in range(5, 50, 5)]
     assert lines[-1].startswith("50 steps in ")
-    assert f"loss {history.loss[-1]:.4f}, minus the bound per datum" in lines[-1]
+    assert f"loss {history.loss[-1]:.4f} per datum of the last batch" in lines[-1]
     assert f"validation {history.validation[-1][1]:.4f}" in lines[-1]
 
 

@@ -29,6 +29,8 @@ class Batch(NamedTuple):
     :param weight: Share of the whole batch, over all processes, that this part is; the shares sum to one. A process without a
         part of its own has a row of another's, with weight zero.
     :param size: Points in the whole batch, over all processes.
+    :param share: Size over that of the other batches, where a DataLoader cuts a short one: the loss and both kinds of step
+        count by it.
     """
 
     x: Tensor | None
@@ -37,6 +39,7 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     weight: float
     size: int
+    share: float = 1.0
 
 
 class BatchSource(ABC):
@@ -44,7 +47,8 @@ class BatchSource(ABC):
 
     :ivar int num_data: Number of training points.
     :ivar int steps_per_epoch: Steps in which each of them is seen once.
-    :ivar int batch_size: Points per step, over all processes; the last batch of an epoch may be smaller.
+    :ivar int batch_size: Points in the largest batch, over all processes.
+    :ivar most_rows: What was asked for.
     :ivar like: Tensor whose dtype and device the batches have.
     :ivar generators: What is seeded on the way, besides the global random state.
     """
@@ -52,6 +56,7 @@ class BatchSource(ABC):
     num_data: int
     steps_per_epoch: int
     batch_size: int
+    most_rows: int | None = None
     like: Tensor
     generators: Sequence[torch.Generator] = ()
 
@@ -75,7 +80,7 @@ class ArrayBatches(BatchSource):
     :param x: ``N x D``, ``... x N x D``, or ``N``; None for a latent-variable model.
     :param y: ``N``, ``N x T``, ``... x N`` or ``... x N x T``.
     :param kwargs: Arguments of the likelihood; a tensor or array has one value per point, ``... x N``, or the shape of y.
-    :param batch_size: Points per step; None for all.
+    :param batch_size: Points per step, at most: an epoch is cut evenly. None for all.
     :param seed: Seed of the order.
     :param like: Tensor whose dtype and device rows of numpy arrays take; inputs of integers become floating point.
     :param is_split: Whether processes share each batch, or each has the whole of it.
@@ -109,8 +114,10 @@ class ArrayBatches(BatchSource):
         self.add_arguments(kwargs)
         self.seed, self.like, self.is_split, self.check_y = seed, like, is_split, check_y
         self._on_disk = self.y.is_array or (self.x is not None and self.x.is_array)
-        self.batch_size = self.num_data if batch_size is None else min(batch_size, self.num_data)
-        self.steps_per_epoch = -(-self.num_data // self.batch_size)
+        # ceil(N / B) batches whose sizes differ by at most one: the mean over a short one would be a step of noise.
+        self.most_rows = batch_size
+        self.steps_per_epoch = 1 if batch_size is None else -(-self.num_data // batch_size)
+        self.batch_size = -(-self.num_data // self.steps_per_epoch)
 
     def add_arguments(self, kwargs: dict[str, Any]) -> None:
         """Per-point arguments that go with the batches, beside those there are or in place of them."""
@@ -132,9 +139,7 @@ class ArrayBatches(BatchSource):
         epoch, position = divmod(start, self.steps_per_epoch)
         device = self.like.device
         while True:
-            order = self._order(epoch)
-            for first in range(position * self.batch_size, self.num_data, self.batch_size):
-                rows = order[first : first + self.batch_size]
+            for rows in self._order(epoch).tensor_split(self.steps_per_epoch)[position:]:
                 own = rows[rank::world_size]
                 weight = len(own) / len(rows) if self.is_split else 1 / distributed.world_size()
                 yield self._batch(own if len(own) else rows[:1], weight, len(rows), device)

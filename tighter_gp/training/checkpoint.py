@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
+import pickle
+import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..checks import first_line
 from . import distributed
 from .structure import differences
+
+log = logging.getLogger("tighter_gp")
 
 FORMAT = 1
 
@@ -21,24 +28,43 @@ _PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "hi
 def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write a state so that at any moment the path holds the old file or the new one, never a part.
 
-    The bytes go to ``<name>.tmp`` beside it, reach the disk, and take the name in one step. Only the first of several
-    processes writes.
+    The bytes go to a file of their own beside it, are read back, reach the disk, and take the name in one step. Only the first
+    of several processes writes. Where that fails, as on a full disk, the log says so, and the old file stays.
     """
     if distributed.rank() != 0:
         return
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, buffer = Path(path), io.BytesIO()
+    temporary = _temporary(path)
     try:
+        torch.save({"format": FORMAT, **plain(state)}, buffer)
+        torch.load(io.BytesIO(buffer.getbuffer()), map_location="cpu", weights_only=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
+            file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+        _sync_directory(path.parent)
+    except (OSError, pickle.PickleError, AttributeError, TypeError) as error:
+        log.warning("no checkpoint was written to %s, and what was there stays: %s", path, first_line(error))
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
+
+
+def plain(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's and torch's, which can be read back without executing code."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if isinstance(value, dict):
+        return {plain(key): plain(part) for key, part in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside a file that no other process has."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
 
 
 def check_path(path: str | os.PathLike[str], device: torch.device) -> None:
@@ -53,7 +79,7 @@ def check_path(path: str | os.PathLike[str], device: torch.device) -> None:
 
 def _obstacle(path: Path) -> bytes | None:
     """What stands in the way of a file, if anything."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _temporary(path)
     try:
         if path.is_dir():
             return b"it is a directory"

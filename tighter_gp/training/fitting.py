@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -19,6 +20,8 @@ from ..likelihoods.targets import check_arguments
 from ..mlls import TighterELBO
 from ..strategies import TighterStrategy
 from . import distributed
+from .advice import say_how_inputs_spread, say_how_targets_spread
+from .checkpoint import plain
 from .compiling import compile_pays
 from .constraints import enforced_constraints
 from .guard import Guard
@@ -30,7 +33,7 @@ from .problem import Problem
 from .progress import Progress
 from .recipe import Recipe
 from .run import Plan, train
-from .sources import is_collapsed, make_objective, make_source, reference, say_how_targets_spread
+from .sources import is_collapsed, make_objective, make_source, reference
 from .steps import AdamStep, LBFGSStep
 from .steps import Step as KindOfStep
 from .structure import describe, describe_schedule
@@ -112,19 +115,22 @@ def fit(
     :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models; ``N`` is ``N x 1``): a tensor on the
         model's device, or a numpy array, perhaps memory-mapped and of any kind of number, of which only a batch is in
         memory at a time. Or a :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``; the
-        training points are those that its sampler visits, and
-        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood` needs the index. None for a latent-variable model,
+        training points are those that its sampler visits, and :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`,
+        :class:`~tighter_gp.PerPoint` and :class:`~tighter_gp.Blocks` alone look at the index. For a run that is to resume bit
+        for bit, ``persistent_workers=True`` needs a sampler with a generator of its own. None for a latent-variable model,
         whose objective is called with the rows' positions in place of q(f). A collapsed model has its data: leave out
         ``x`` and ``y``, or give the same.
     :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader. NaN and infinity are refused,
         in ``x`` too, but for NaN that means a missing observation; so are labels and counts that the likelihood cannot
         produce.
-    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised:
-        :class:`~tighter_gp.TighterELBO`, :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
+    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised: by default
+        :class:`~tighter_gp.TighterELBO`, for a latent-variable model :class:`~tighter_gp.gplvm.LatentVariableELBO`; or
+        :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
         :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`, or its own bound. Its own parameters are trained too.
     :param epochs: Passes over the data; default 100.
     :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
-    :param batch_size: Points per step, over all processes; None for all. L-BFGS and collapsed models take all.
+    :param batch_size: Points per step, over all processes, at most: an epoch is cut evenly. A short last batch of a DataLoader
+        counts by its share. None for all. L-BFGS and collapsed models take all.
     :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, a quarter of it for
         inducing points, and 0.01 for what is no part of a GP, such as a network's weights; without natural gradients 0.01
         for all.
@@ -150,15 +156,16 @@ def fit(
     :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
         number of steps. A run that has ended, also one that a callback or early stopping ended, stays ended.
     :param seed: Seed of all that is random.
-    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end
-        the run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
+    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return ``True``, and
+        nothing else, to end the run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
     :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed. False: nor lines in the
         log, but for the last.
     :param max_failures: Failed steps in a row before the error is raised.
     :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
-        some ten seconds at the start, and two where the same model has been compiled before, in any process. The short
-        last batch of an epoch is taken eagerly, and so is a step that fails. By default natural gradients on a CPU are
-        compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log says so.
+        some ten seconds at the start, twice if batches have two sizes, and two where the same model has been compiled before,
+        in any process. The short last batch of a DataLoader is taken eagerly, and so is a step that fails. By default natural
+        gradients on a CPU are compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log
+        says so.
     :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
     :param num_data: Number of training points, for a DataLoader whose sampler or dataset cannot tell.
     :param kwargs: Per-point arguments of the likelihood or the objective; a tensor or array, such as ``noise=``, has one
@@ -171,6 +178,10 @@ def fit(
         True
     """
     like, collapsed = reference(model, likelihood), is_collapsed(model)
+    # Numbers of numpy, as of a sweep, are none for a checkpoint.
+    lr, seed = None if lr is None else float(lr), operator.index(seed)
+    if not isinstance(natural_gradients, bool | None):
+        natural_gradients = plain(natural_gradients)
     optimizer = optimizer or ("lbfgs" if collapsed else "adam")
     if not isinstance(optimizer, str):
         raise TypeError(
@@ -195,10 +206,12 @@ def fit(
         "batch_size": batch_size,
     }
     for name, count in counts.items():
-        if count is not None and not isinstance(count, Integral):
+        if count is not None and (not isinstance(count, Integral) or isinstance(count, bool)):
             raise TypeError(f"{name} must be a whole number; got {count!r}.")
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}.")
+    numbers: Any = (None if count is None else int(count) for count in counts.values())
+    epochs, steps, patience, max_failures, validate_every, checkpoint_every, num_data, batch_size = numbers
     if not torch.is_grad_enabled():
         raise RuntimeError("fit needs gradients: call it outside of torch.no_grad() and torch.inference_mode().")
     if lr is not None and not 0 < lr < math.inf:
@@ -253,6 +266,7 @@ def fit(
             check_arguments(likelihood, kwargs)
         source.add_arguments(kwargs)
         say_how_targets_spread(likelihood, source)
+        say_how_inputs_spread(model, source)
         _say_what_stays(model, likelihood, kwargs)
         # A look at all data, where somebody compares them.
         is_compared = checkpoint is not None or distributed.is_active()
@@ -281,7 +295,7 @@ def fit(
                 "optimizer": step.name,
                 "seed": seed,
                 "num_data": source.num_data,
-                "batch_size": source.batch_size,
+                "batch_size": source.most_rows or source.batch_size,
                 "data": fingerprint.hex(),
                 **({"held-out data": held_out.fingerprint().hex()} if held_out is not None and is_compared else {}),
                 **settings,

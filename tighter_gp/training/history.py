@@ -10,7 +10,9 @@ from typing import Any
 class History:
     """What happened in a run of :func:`~tighter_gp.fit`.
 
-    :param loss: Minus the objective at each step, an estimate of minus the bound per datum; NaN for a skipped step.
+    :param loss: Minus the objective per datum on the batch of each step; NaN for a skipped step. With natural gradients q(u) was
+        moved to this batch first, so with small batches it is lower than minus the bound of all data, which
+        :func:`~tighter_gp.evaluate_bound` gives.
     :param validation: Step and mean negative log predictive density per point of each validation, joint over the outputs of
         a point; NaN for one that failed.
     :param skipped: Step and reason of each step that was not taken.

@@ -41,7 +41,8 @@ class LoaderBatches(BatchSource):
     :param noise: Noise variances of all training points, ``... x N``, if the likelihood has them.
     :param num_data: Number of training points, over all processes; default what the loader says.
     :param check_y: Looks at the targets of a batch before it goes to the device.
-    :param limits: Numbers of rows that the index of a batch must keep to, and whose they are.
+    :param limits: Numbers of rows that the index of a batch must keep to, and whose they are; without any, a third part of a
+        batch is not looked at.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LoaderBatches(BatchSource):
                 "fit needs to know the number of training points: pass num_data=, give the DataLoader a dataset with a length, "
                 "or pass arrays; memory-mapped numpy arrays may be larger than the memory."
             ) from None
-        per_process = getattr(loader, "batch_size", None) or 0
+        per_process = _batch_size(loader)
         self._most_rows = 0 if num_data is not None else per_process
         self.batch_size = round(distributed.total(per_process, like.device))
         self.steps_per_epoch, self.has_length = _num_batches(loader, self.num_data, per_process)
@@ -115,6 +116,8 @@ class LoaderBatches(BatchSource):
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
             raise TypeError(f"A DataLoader must yield (x, y) or (x, y, index); got {type(batch).__name__}.")
         x, y, *index = batch
+        if not self.limits:
+            index = []  # nothing asks which rows these are
         check_array("x", x)
         check_array("y", y)
         if self.check_y is not None:
@@ -124,7 +127,7 @@ class LoaderBatches(BatchSource):
                 f"A batch of {self._most_rows} items has {len(x)} rows, so the number of items is not that of training points: "
                 "pass that, fit(..., num_data=)."
             )
-        if index and (not isinstance(index[0], Tensor) or index[0].is_floating_point()):
+        if index and (not isinstance(index[0], Tensor) or index[0].is_floating_point() or index[0].dtype == torch.bool):
             kind = getattr(index[0], "dtype", type(index[0]).__name__)
             raise TypeError(f"The third part of a batch is the index of its rows, integers; got {kind}.")
         for size, owner in self.limits if index else ():
@@ -134,7 +137,8 @@ class LoaderBatches(BatchSource):
         x, y, *index = (move(part, self.like.device) for part in (x, y, *index))
         size = round(distributed.total(len(x), self.like.device))
         rows = index[0] if index else None
-        return Batch(x, y, rows, self._kwargs(rows), len(x) / size, size)
+        share = min(1.0, size / self.batch_size) if self.batch_size else 1.0
+        return Batch(x, y, rows, self._kwargs(rows), len(x) / size, size, share)
 
     def _kwargs(self, rows: Tensor | None) -> dict[str, Any]:
         if self.noise is None:
@@ -145,6 +149,13 @@ class LoaderBatches(BatchSource):
                 "DataLoader yield (x, y, index)."
             )
         return {"noise": self.noise[..., rows]}
+
+
+def _batch_size(loader: Any) -> int:
+    """Rows per batch of one process; 0 where nobody says."""
+    return (
+        getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 0
+    )
 
 
 def _num_batches(loader: Any, num_data: int, batch_size: int) -> tuple[int, bool]:

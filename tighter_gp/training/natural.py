@@ -165,7 +165,9 @@ class NaturalGradients:
             self._note_gaussian(strategy, prior_mean, projection, gaussian, weight)
             used = self.step(size)
 
-        if gaussian is not None:
+        if not self.entries:  # q(u) is frozen, in whole or in part
+            loss, used = evaluate(), 0.0
+        elif gaussian is not None:
             with self.recording(before):
                 loss = evaluate()
         else:
@@ -201,7 +203,7 @@ class NaturalGradients:
         if error is not None:
             raise error
         if fraction < 1:
-            log.warning("a natural step of size %g made the loss much worse; the mean took %g of it", size, fraction)
+            log.debug("a natural step of size %g made the loss much worse; the mean took %g of it", size, fraction)
         return loss, used
 
     def _total(self, loss: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ class NaturalStep:
             spread = 1.0 if batch.x is None else _spread(batch.x) or self._inducing_spread()
             state = NaturalState(natural, self._optimizers(sparse, spread), spread, is_warm)
         call.keep(natural.values_before())
-        state.optimizers.scale_down(largest)
-        state.optimizers.step(self._factor(call), call.damping)
+        state.optimizers.scale_down(largest, batch.share)
+        state.optimizers.step(self._factor(call), call.damping * batch.share)
         return state, Info(loss)
 
     def _gradients(
@@ -182,11 +182,10 @@ class NaturalStep:
     def _natural_size(self, batch: Batch, call: Call, is_warm: bool) -> float:
         is_full = self.batch_size >= self.problem.num_data
         if self.schedule is not None:
-            factor = self.schedule(call.fraction)
-            end = self.recipe.natural_end
-            return self.recipe.natural_full if is_full else self.recipe.natural * (factor + end * (1 - factor))
-        share = min(1.0, batch.size / self.batch_size) if self.batch_size else 1.0
-        return self.recipe.natural_size(call.number, call.total, share, is_full, is_warm)
+            factor, end = self.schedule(call.fraction), self.recipe.natural_end
+            size = self.recipe.natural * (factor + end * (1 - factor))
+            return self.recipe.natural_full if is_full else batch.share * size
+        return self.recipe.natural_size(call.number, call.total, batch.share, is_full, is_warm)
 
     def _factor(self, call: Call) -> Callable[[str], float]:
         """Factor on the learning rate of a kind of parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,23 @@ def make_schedule(schedule: str | Callable[[float], float] | None) -> Callable[[
     if schedule is None:
         return SCHEDULES["constant"]
     if callable(schedule):
-        return schedule
+        factor = partial(_factor, schedule)
+        for tenth in range(11):
+            factor(tenth / 10)
+        return factor
     if schedule not in SCHEDULES:
         names = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"Unknown schedule {schedule!r}; choose {names}, or pass a function of the fraction done.")
     return SCHEDULES[schedule]
+
+
+def _factor(schedule: Callable[[float], float], done: float) -> float:
+    factor = float(schedule(done))
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"schedule= is a factor on the learning rate, at least 0 and finite; at {done:g} it is {factor}."
+        )
+    return factor
 
 
 def _in_natural_form(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -101,12 +114,15 @@ class Optimizers:
                 group["lr"] = damping * self.rates[group["kind"]] * factor(group["kind"])
             optimizer.step()
 
-    def scale_down(self, largest: Mapping[str, float]) -> None:
+    def scale_down(self, largest: Mapping[str, float], share: float = 1.0) -> None:
         """Make gradients smaller whose squares Adam could not hold; it divides by their scale anyway.
 
         :param largest: Largest entry of each gradient, by name.
+        :param share: Of a short batch, whose gradients count less.
         """
         for name, parameter in self.parameters.items():
+            if share < 1 and parameter.grad is not None:
+                parameter.grad.mul_(share)
             bound = _LARGEST_ENTRY * math.sqrt(torch.finfo(parameter.dtype).max)
             if largest.get(name, 0.0) > bound:
                 assert parameter.grad is not None

@@ -77,7 +77,7 @@ class Problem:
         return -value.sum()
 
     def weighted_loss(self, batch: Batch) -> Tensor:
-        """The same times the weight of the batch, which is not one where several processes share it."""
+        """The same times the weight of this process in the batch."""
         loss = self.loss(batch)
         return loss if batch.weight == 1 else loss * batch.weight
 

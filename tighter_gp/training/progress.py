@@ -65,7 +65,7 @@ class Progress:
 def _scores(history: History) -> str:
     """Loss, bound and validation in words."""
     loss = next((loss for loss in reversed(history.loss) if math.isfinite(loss)), math.nan)
-    text = f"loss {loss:.4f}, minus the bound per datum"
+    text = f"loss {loss:.4f} per datum of the last batch"
     if history.validation:
         text += f", validation {history.validation[-1][1]:.4f}"
     if history.best_step is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..checks import NUMERICAL_ERRORS
@@ -21,6 +22,7 @@ from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
+from .advice import say_if_only_the_mean_was_learnt
 from .batches import Batch, BatchSource
 from .guard import Guard, GuardState
 from .history import History, Step
@@ -68,14 +70,14 @@ class RunState:
     :param guard: State of the guarded step.
     :param history: What happened.
     :param best: Score, step and values of the best validation.
-    :param pending: Whether the events of the last step are still to come.
+    :param pending: Events of the last step that are done, if others are still to come: the validation, then the callbacks.
     :param shortened: Number of steps, if patience has left fewer than planned.
     """
 
     guard: GuardState
     history: History = field(default_factory=History)
     best: dict[str, Any] | None = None
-    pending: bool = False
+    pending: int | None = None
     shortened: int | None = None
 
     def total(self, plan: Plan) -> int:
@@ -102,7 +104,7 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
         if not finished:
             _try_validation(problem, plan)
             try:
-                _loop(problem, source, guard, plan, state, progress)
+                last = _loop(problem, source, guard, plan, state, progress)
             except KeyboardInterrupt as error:
                 if not isinstance(error, SecondInterrupt):
                     _save(problem, guard, plan, state, finished=False)
@@ -111,6 +113,8 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
             _save(problem, guard, plan, state, finished=True)  # as the last step left it, for a run with more steps
         if state.best is not None:
             problem.load_state(state.best)
+        if not finished:
+            say_if_only_the_mean_was_learnt(problem, last, state.history)
         progress.end(state.history, finished)
         return state.history
 
@@ -120,13 +124,16 @@ def train(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, progr
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state: RunState, progress: Progress) -> None:
+def _loop(
+    problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state: RunState, progress: Progress
+) -> Batch | None:
+    """All steps; the last batch."""
     history, stop = state.history, False
-    if state.pending:  # interrupted between a step and its events
+    if state.pending is not None:  # interrupted between a step and its events
         with problem.own_random_state():
             stop = _after_step(problem, source, plan, state)
     batches = iter(source.iterate(history.steps))
-    converged = ""
+    converged, batch = "", None
     while not stop and history.steps < state.total(plan):
         with problem.own_random_state():
             batch = next(batches)
@@ -144,6 +151,7 @@ def _loop(problem: Problem, source: BatchSource, guard: Guard, plan: Plan, state
         history.stopped = history.stopped or converged
     elif history.steps < plan.total:
         history.stopped = _without_better(plan)
+    return batch
 
 
 def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Batch) -> str:
@@ -160,7 +168,7 @@ def _step(problem: Problem, guard: Guard, plan: Plan, state: RunState, batch: Ba
         log.warning("step %d was skipped: %s", number, info.skipped)
         distributed.share_state(problem.modules.values())
     history.loss.append(info.loss)
-    state.pending = True
+    state.pending = 0
     return info.converged
 
 
@@ -200,25 +208,33 @@ def _after_step(problem: Problem, source: BatchSource, plan: Plan, state: RunSta
     history, stop = state.history, False
     done = history.steps
     problem.seed_step(-2 - done)  # a sampled score is the same after an interruption
-    if plan.validation is not None and (done % plan.validate_every == 0 or done == state.total(plan)):
+    first = state.pending or 0
+    if not first and plan.validation is not None and (done % plan.validate_every == 0 or done == state.total(plan)):
         is_over = distributed.agreed(_validate(problem, plan, state), problem.device)
         if is_over and plan.falls and 2 * done < state.total(plan):
             state.shortened = 2 * done  # as from the middle of a run of so many steps
             log.info("%s: the learning rate falls from here on, until step %d", _without_better(plan), 2 * done)
         elif is_over:
             history.stopped, stop = _without_better(plan), True
-    state.pending = False
+    state.pending = max(1, first)
     epoch, rest = divmod(done, source.steps_per_epoch)
     seen = Step(done, epoch, rest == 0, history.loss[-1], problem.model, problem.likelihood, history)
-    for callback in plan.callbacks:
-        if distributed.agreed(bool(callback(seen)), problem.device):
+    for number, callback in enumerate(plan.callbacks[max(0, first - 1) :], max(1, first)):
+        state.pending = number + 1
+        if distributed.agreed(_asks_to_stop(callback(seen)), problem.device):
             history.stopped, stop = history.stopped or "a callback asked for it", True
         for module in (problem.model, problem.likelihood):
             if not module.training:  # a callback that predicts
                 module.train()
     if plan.callbacks:
         problem.check_parameters()
+    state.pending = None
     return stop
+
+
+def _asks_to_stop(answer: Any) -> bool:
+    """Whether a callback said True: a number of bytes written, for one, is no such wish."""
+    return answer is True or (isinstance(answer, np.bool_) and bool(answer))
 
 
 def _without_better(plan: Plan) -> str:
@@ -299,7 +315,7 @@ def _restore(problem: Problem, guard: Guard, plan: Plan) -> tuple[RunState, bool
         guard.load_state_dict(saved["optimizer"], saved["failures"]),
         history,
         saved["best"],
-        saved.get("pending", False),
+        saved["pending"],
         saved.get("shortened"),
     )
     # A run that was asked for more steps than before continues.

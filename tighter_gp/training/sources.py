@@ -11,8 +11,6 @@ import torch
 from gpytorch.likelihoods import (
     DirichletClassificationLikelihood,
     FixedNoiseGaussianLikelihood,
-    GaussianLikelihood,
-    MultitaskGaussianLikelihood,
 )
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.models import ExactGP
@@ -21,6 +19,7 @@ from torch import Tensor
 from ..checks import check_device
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_array, first_parameter
+from ..gplvm import BayesianGPLVM, LatentVariableELBO
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.targets import check_targets
 from ..mlls import TighterELBO
@@ -31,9 +30,6 @@ from .loaders import LoaderBatches
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
-
-# How far from 1 the standard deviation of targets may be.
-_SPREAD = 10.0
 
 
 def is_collapsed(model: Any) -> bool:
@@ -63,6 +59,8 @@ def make_objective(model: Any, likelihood: Any, objective: Callable[..., Any], n
         return None
     if isinstance(model, ExactGP) and objective is TighterELBO:
         return _ExactMLL(likelihood, model)
+    if isinstance(model, BayesianGPLVM) and objective is TighterELBO:
+        objective = LatentVariableELBO
     made = objective(likelihood, model, num_data)
     if isinstance(made, MarginalLogLikelihood) and type(made).__module__.startswith("gpytorch.") and counts_twice(made):
         log.warning(
@@ -133,26 +131,6 @@ def make_source(
 def _check_targets(likelihood: Any, y: Tensor, may_miss: bool) -> None:
     """:func:`check_targets`, which leaves NaN to a latent-variable model."""
     check_targets(likelihood, y[~torch.isnan(y)] if may_miss else y, "values of y")
-
-
-def say_how_targets_spread(likelihood: Any, source: BatchSource) -> None:
-    """Say if the step sizes of training do not suit the targets, by a look at some of them."""
-    is_scaled = isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood))
-    if not is_scaled or not isinstance(source, ArrayBatches):
-        return
-    targets = source.y
-    values = targets.sample()
-    seen = torch.where(torch.isfinite(values), values, torch.nan)
-    spread = (seen - seen.nanmean(targets.dim, keepdim=True)).square().nanmean(targets.dim).sqrt().flatten()
-    spread = spread[spread > 0]  # neither constant nor missing
-    if not len(spread) or (spread.min() >= 1 / _SPREAD and spread.max() <= _SPREAD):
-        return
-    worst = spread[spread.log().abs().argmax()].item()
-    log.warning(
-        "targets have a standard deviation of %.3g, and the steps of training suit one near 1: the noise may not be learnt; "
-        "scale them by the training rows, (y - y.mean()) / y.std()",
-        worst,
-    )
 
 
 def _compare_with_kept(model: Any, x: Any, y: Any) -> None:

@@ -111,7 +111,7 @@ def eager_gradients(problem: Problem) -> Gradients:
 
 def is_full(batch: Batch, batch_size: int) -> bool:
     """Whether a batch has the size of most, for which a graph is made; the last of an epoch may have fewer points."""
-    return batch.size >= batch_size
+    return batch.size >= batch_size - 1  # those of an epoch that is cut evenly differ by one
 
 
 def compiled_gradients(problem: Problem, batch_size: int) -> Gradients:
@@ -285,8 +285,8 @@ class AdamStep:
         if state is None:
             state = self.make_optimizers({n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse})
         call.keep({})
-        state.scale_down(largest)
-        factor = self.schedule(call.fraction)
+        state.scale_down(largest, batch.share)
+        factor = batch.share * self.schedule(call.fraction)
         state.step(lambda kind: factor, call.damping)
         return state, Info(loss)
 
