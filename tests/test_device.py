@@ -269,6 +269,11 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def collapsed(x, y):
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5))
+    return tighter_gp.CollapsedGP(x, y, x[:5], kernel, gpytorch.likelihoods.GaussianLikelihood())
+
+
 REDUCED = {
     "fit": lambda x, y: tighter_gp.fit(
         build(), gpytorch.likelihoods.GaussianLikelihood(), x, y, steps=2, progress=False
@@ -278,6 +283,8 @@ REDUCED = {
     ),
     "kmeans": lambda x, y: tighter_gp.inducing.kmeans(x, 4),
     "predict": lambda x, y: tighter_gp.predict(build(), x),
+    "collapsed bound": lambda x, y: collapsed(x, y).bound().backward(),
+    "collapsed prediction": lambda x, y: collapsed(x, y).predict(x),
     "optimal q": lambda x, y: tighter_gp.set_optimal_q(build(), gpytorch.likelihoods.GaussianLikelihood(), x, y),
 }
 

@@ -496,16 +496,3 @@ def test_predictions_of_a_collapsed_model_follow_every_change_at_once(change):
     assert not any(map(torch.equal, found[means], before[means]))
     module.train().eval()
     assert_equal(found, exact_predictions(module))
-
-
-@torch.no_grad()
-def test_the_posterior_of_a_collapsed_model_is_computed_again_only_after_a_change():
-    module = FixedNoise().eval()
-    posteriors = []
-    for change in (None, None, change_noise):
-        if change is not None:
-            change(module)
-        module.model(X_TEST)
-        posteriors.append(module.model.prediction_strategy._known[1])
-    assert posteriors[0] is posteriors[1]
-    assert posteriors[1] is not posteriors[2]

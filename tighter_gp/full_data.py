@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
+from .collapsed.prices import price, residual_within
 from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, observed
 from .likelihoods.targets import check_arguments, check_objective, check_targets
-from .maths.bounds import PENALTIES, block_penalty, full_penalty
 from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
@@ -202,10 +202,10 @@ def _collapsed_bound(
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
     with temporary_mode(model, False), full_precision(y.device.type):
         if isinstance(model, CollapsedGP):
-            name, labels, projector = model.bound_name, None, model.projector(torch.float64)
+            name, blocks, projector = model.bound_name, None, model.projector(torch.float64)
         else:
             projector = exact_gp_projector(model, torch.float64)
-            name, labels = model.covar_module.bound, getattr(model.covar_module.blocks, "labels", None)
+            name, blocks = model.covar_module.bound, model.covar_module.blocks
         sums = gathered(projector, x, y, noise, likelihood, batch_size)
         mask = observed(likelihood, y, y.shape[-1:])
         seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)
@@ -216,31 +216,27 @@ def _collapsed_bound(
             left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
             misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
-        price = _price(projector, name, labels, x, sums.residual, noise, seen)
+        cost = _price(projector, name, blocks, x, sums.residual, noise, seen)
     quadratic = misfit + core.weights.square().sum(-1)
     # A batch of models may miss different targets.
     constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
-    return (constant - price).to(y.dtype)
+    return (constant - cost).to(y.dtype)
 
 
 def _price(
-    projector: Projector, name: str, labels: Tensor | None, x: Rows, residual: Tensor, noise: Tensor, seen: Tensor
+    projector: Projector, name: str, blocks: Blocks | None, x: Rows, residual: Tensor, noise: Tensor, seen: Tensor
 ) -> Tensor:
-    if name in PENALTIES and bool(seen.all()):
-        return PENALTIES[name](residual, noise)
+    """The price of the residual at the targets that there are."""
     if seen.dim() > 1 and not bool(seen.all()):
         raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
-    rows = seen.nonzero().squeeze(-1) if seen.dim() == 1 else torch.arange(len(x), device=seen.device)
-    residual, noise = residual[..., rows], noise[..., rows]
-    if name in PENALTIES:
-        return PENALTIES[name](residual, noise)
-    inputs = x[rows]
-    matrix = projector(inputs).matrix
-    covariance = projector.residual_covariance(inputs, inputs, matrix, matrix)
-    if name == "full":
-        return full_penalty(covariance, noise)
-    assert labels is not None
-    blocks = Blocks(labels[rows]).residual_blocks(
-        residual, lambda sets: covariance[..., sets.unsqueeze(-1), sets.unsqueeze(-2)]
-    )
-    return block_penalty(blocks.covariance, noise[..., blocks.rows])
+    if bool(seen.all()):
+        rows = torch.arange(len(x), device=seen.device)
+    else:
+        rows = seen.nonzero().squeeze(-1)
+        blocks = None if blocks is None else Blocks(blocks.labels[rows])
+
+    def within(sets: Tensor) -> Tensor:
+        inputs = x[rows]
+        return residual_within(projector, inputs, projector(inputs).matrix, sets)
+
+    return price(name, residual[..., rows], noise[..., rows], within, blocks)

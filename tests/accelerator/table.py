@@ -47,11 +47,11 @@ WAITS: dict[str, tuple[int, int]] = {
     "natural q(u)": (3, 2),
     "tril-natural q(u)": (2, 1),
     "collapsed kernel": (4, 3),
-    "CollapsedGP": (3, 3),
+    "CollapsedGP": (2, 2),
 }
 
 # Where float32 asks more often.
-WAITS_IN_FLOAT32 = {"CollapsedGP": (5, 5)}
+WAITS_IN_FLOAT32 = {"CollapsedGP": (4, 4)}
 
 # In fit, the loss included, with debug on and off, with natural gradients where they can be and with Adam alone. An LMC
 # uploads its jitter in every pass, a deep GP looks at the moments between its layers, a kernel that is not lowered compares

@@ -13,8 +13,7 @@ from tests.predictions.test_latent import LargestDouble, Plain
 from tests.tools import dense
 from tests.tools.factories import make_kernel, make_noise
 from tests.tools.support import LargestOutput
-from tighter_gp.collapsed import collapsed_gp, sums
-from tighter_gp.prior import Projector
+from tighter_gp.collapsed import core
 
 DENSE = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4}
 
@@ -30,7 +29,9 @@ def test_chunked_bound_is_the_dense_bound(bound, chunk_size, hetero):
 
 
 @pytest.mark.parametrize("bound", DENSE)
-def test_chunked_gradient_is_that_of_the_unchunked_bound(bound):
+@pytest.mark.parametrize("kept", [10**6, 0])
+def test_chunked_gradient_is_that_of_the_unchunked_bound(bound, kept, monkeypatch):
+    monkeypatch.setattr(core, "_KEPT", kept)  # graphs of the first pass kept, or not
     p = dense.problem(4)
     kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
     z, y, noise = p.z.clone().requires_grad_(), p.y.clone().requires_grad_(), p.noise[:1].clone().requires_grad_()
@@ -52,18 +53,6 @@ def test_chunked_gradient_is_that_of_the_unchunked_bound(bound):
     chunked = gradients(tighter_gp.collapsed_bound(kernel, z, p.x, y, noise, bound=bound, chunk_size=4))
     for mine, theirs in zip(chunked, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
-
-
-@pytest.mark.parametrize(("kept", "passes"), [(10**6, 1), (0, 2)])
-def test_projections_that_fit_into_memory_are_made_once(kept, passes, monkeypatch):
-    p, calls = dense.problem(3), []
-    factorized = Projector.factorized
-    monkeypatch.setattr(sums, "_KEPT", kept)
-    monkeypatch.setattr(Projector, "factorized", lambda self, x: calls.append(len(x)) or factorized(self, x))
-    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
-    value = tighter_gp.collapsed_bound(kernel, p.z, p.x, p.y, p.noise, chunk_size=5)
-    torch.testing.assert_close(value, DENSE["tighter"](p), rtol=1e-10, atol=0)
-    assert sum(calls) == passes * len(p.x)
 
 
 def test_a_kernel_that_is_not_lowered_works_too():
@@ -110,21 +99,6 @@ def test_model_predicts_as_the_dense_posterior():
     torch.testing.assert_close(
         q.variance, p.variance - (a * a).sum(0) + (a.T @ cov @ a).diagonal(), rtol=1e-9, atol=1e-9
     )
-
-
-def test_the_second_prediction_makes_no_pass_over_the_data(monkeypatch):
-    p = dense.problem(8)
-    model = make_model(p)
-    passes = []
-    original = collapsed_gp.data_sums
-    monkeypatch.setattr(collapsed_gp, "data_sums", lambda *args: passes.append(1) or original(*args))
-    first = model.predict(p.x).mean
-    torch.testing.assert_close(model.predict(p.x).mean, first, rtol=0, atol=0)
-    assert len(passes) == 1
-    model.covar_module.outputscale = 2.0  # written through .data, which no version counter sees
-    assert not torch.equal(model.predict(p.x).mean, first)
-    assert len(passes) == 2
-    copy.deepcopy(model).predict(p.x)
 
 
 class Shifted(gpytorch.means.Mean):
@@ -262,7 +236,6 @@ def test_a_pass_keeps_no_array_of_n_times_m():
         (lambda a: a.update(bound="exact"), "Unknown bound 'exact'; choose 'titsias', 'spherical', 'tighter'"),
         (lambda a: a.update(y=torch.randn(17, 1)), r"y of shape N; got \(17, 2\) and \(17, 1\)"),
         (lambda a: a.update(chunk_size=0), "at least one row; got 0"),
-        (lambda a: a.update(inducing_points=torch.randn(5, 1)), r"inducing points M x 2, like x; got \(5, 1\)"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
@@ -285,5 +258,16 @@ def test_model_refuses_what_it_cannot_do():
     for x, y in ((p.x, p.y[:5]), (p.x, p.y.unsqueeze(-1)), (p.x.unsqueeze(0), p.y)):
         with pytest.raises(ValueError, match="Expected x of shape N x D and y of shape N; got"):
             tighter_gp.CollapsedGP(x, y, p.z, kernel, make_noise(0.1))
-    with pytest.raises(ValueError, match=r"inducing points M x 2, like x; got \(5, 1\)"):
-        tighter_gp.CollapsedGP(p.x, p.y, torch.randn(5, 1), kernel, make_noise(0.1))
+
+
+def test_float64_arrays_make_a_model_in_float64():
+    """As the ready-made models do; the kernel and likelihood given become part of it."""
+    torch.set_default_dtype(torch.float32)
+    p = dense.problem(9)
+    x, y, z = (tensor.double().numpy() for tensor in (p.x, p.y, p.z))
+    kernel, likelihood = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()), make_noise(0.1)
+    model = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    wide = tighter_gp.collapsed_bound(kernel, z, x, y, 0.1)
+    assert model.bound().dtype == wide.dtype == model.predict(x).mean.dtype == torch.float64
+    torch.testing.assert_close(model.bound(), wide, rtol=1e-5, atol=0)  # parameters have float32's digits

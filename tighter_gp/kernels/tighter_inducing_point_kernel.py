@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,12 +18,13 @@ from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from torch import Tensor
 
 from ..collapsed.collapsed_gp import kernel_projector
-from ..collapsed.sgpr_prediction import CurrentPredictionStrategy, explained_covariance
-from ..conditionals import Blocks, ResidualBlocks
+from ..collapsed.prices import price, residual_within
+from ..conditionals import Blocks
 from ..likelihoods.properties import is_gaussian
-from ..maths.bounds import PENALTIES, block_penalty, check_bound
-from ..maths.linalg import full_precision, residual_variance
-from ..prior import PriorBlocks, Projection, Projector
+from ..maths.bounds import check_bound
+from ..maths.linalg import full_precision
+from ..prior import Projection, Projector
+from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
 
 
 class CollapsedAddedLossTerm(AddedLossTerm):
@@ -32,7 +32,7 @@ class CollapsedAddedLossTerm(AddedLossTerm):
 
     :param shape: Shape of the targets.
     :param likelihood: Brings the noise.
-    :param price: From noise variances, ``... x N``, to the price: one of the penalties of :mod:`tighter_gp.bounds`.
+    :param price: From noise variances, ``... x N``, to the price.
     """
 
     def __init__(self, shape: torch.Size, likelihood: Likelihood, price: Callable[[Tensor], Tensor]) -> None:
@@ -41,11 +41,8 @@ class CollapsedAddedLossTerm(AddedLossTerm):
     def loss(self, *params: Any) -> Tensor:
         _refuse_missing()
         noise = self.likelihood._shaped_noise_covar(self.shape, *params).diagonal(dim1=-1, dim2=-2)
-        return -self.price(noise).to(noise.dtype)
-
-
-def _price_of_blocks(blocks: ResidualBlocks, noise: Tensor) -> Tensor:
-    return block_penalty(blocks.covariance, noise[..., blocks.rows].to(blocks.covariance.dtype))
+        with full_precision(noise.device.type):
+            return -self.price(noise).to(noise.dtype)
 
 
 def _refuse_missing() -> None:
@@ -123,15 +120,12 @@ class TighterInducingPointKernel(InducingPointKernel):
             )
         if jitter_val < 0:
             raise ValueError(f"jitter_val must not be negative; got {jitter_val}.")
-        if not torch.is_tensor(inducing_points):
-            raise TypeError(f"inducing_points must be a tensor; got {type(inducing_points).__name__}.")
         # A copy: GPyTorch's parameter would share its memory, perhaps with the training inputs.
         super().__init__(base_kernel, inducing_points.detach().clone(), likelihood, active_dims)
         self.bound = bound
         self.blocks = None if blocks is None else Blocks(blocks)
         self.jitter_val = jitter_val
         self._was_called = False
-        self._warned: set[str] = set()
 
     def projector(self, noise: Tensor | None = None, precision: torch.dtype | None = None) -> Projector:
         """What turns inputs, as this kernel sees them, into (prior mean, A, d).
@@ -144,27 +138,24 @@ class TighterInducingPointKernel(InducingPointKernel):
         if self.bound in ("block", "full"):
             noise = torch.zeros_like(noise)  # their residual covariances are factorised
         return kernel_projector(
-            self.base_kernel, self.inducing_points, noise, self.jitter_val, precision=precision, warned=self._warned
+            self.base_kernel, self.inducing_points, noise.detach(), self.jitter_val, precision=precision
         )
 
-    def _project(self, x: Tensor) -> tuple[Projector, PriorBlocks, Projection]:
+    def _project(self, x: Tensor) -> tuple[Projector, Projection]:
         projector = self.projector()
         projector.lower = self.training or not torch.is_grad_enabled()
         with full_precision(x.device.type):
-            prior, _ = projector.factorized(x)
-            matrix = projector.project(prior)
-            residual = residual_variance(prior.data_variance, matrix).to(x.dtype)
-        return projector, prior, Projection(prior.mean, matrix, residual)
+            return projector, projector(x)
 
     def _get_covariance(self, x1: Tensor, x2: Tensor) -> LinearOperator:
         """As GPyTorch's, which evaluates in the precision of the inputs and keeps the factor in eval mode."""
-        points = self._project(x1)[2]
+        points = self._project(x1)[1]
         if not torch.equal(x1, x2):
-            return MatmulLinearOperator(points.matrix.mT.to(x1.dtype), self._project(x2)[2].matrix.to(x2.dtype))
+            return MatmulLinearOperator(points.matrix.mT.to(x1.dtype), self._project(x2)[1].matrix.to(x2.dtype))
         covar = explained_covariance(points.matrix.mT, x1.dtype)
         if self.training or settings.sgpr_diagonal_correction.off():
             return covar
-        return covar + DiagLinearOperator(points.residual)
+        return covar + DiagLinearOperator(points.residual.to(x1.dtype))
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if settings.lazily_evaluate_kernels.on():
@@ -190,26 +181,13 @@ class TighterInducingPointKernel(InducingPointKernel):
             return super().forward(x1, x2, diag=diag, **kwargs)
         if not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
-        projector, prior, points = self._project(x1)
-        self.update_added_loss_term("inducing_point_loss_term", self._penalty_term(projector, prior, points))
+        projector, points = self._project(x1)
+        within = partial(residual_within, projector, x1, points.matrix)
+        cost = lambda noise: price(self.bound, points.residual, noise, within, self.blocks)
+        term = CollapsedAddedLossTerm(points.residual.shape, self.likelihood, cost)
+        self.update_added_loss_term("inducing_point_loss_term", term)
         covar = explained_covariance(points.matrix.mT, x1.dtype)
         return covar.diagonal(dim1=-1, dim2=-2) if diag else covar
-
-    def _penalty_term(self, projector: Projector, prior: PriorBlocks, points: Projection) -> AddedLossTerm:
-        residual = points.residual
-        if self.bound in PENALTIES:
-            price = partial(PENALTIES[self.bound], residual)
-        else:
-            # The full bound is that of a single block.
-            one = torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device)
-            blocks = Blocks(one) if self.bound == "full" else self.blocks
-            if blocks is None:
-                raise ValueError(
-                    "bound='block' needs the labels of the training points: build the kernel with blocks=."
-                )
-            within = lambda sets: projector.residual_within(prior, points.matrix, sets)
-            price = partial(_price_of_blocks, blocks.residual_blocks(residual, within))
-        return CollapsedAddedLossTerm(residual.shape, self.likelihood, price)
 
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: MultivariateNormal, train_labels: Tensor, likelihood: Likelihood
@@ -217,11 +195,9 @@ class TighterInducingPointKernel(InducingPointKernel):
         """What ExactGP predicts with."""
         return CurrentPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TighterInducingPointKernel:
-        """As of any module; GPyTorch's would share the likelihood."""
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        # The terms of the last step have a graph, which cannot be copied.
-        state = {**self.__dict__, "_added_loss_terms": dict.fromkeys(self._added_loss_terms)}
-        copied.__dict__.update(copy.deepcopy(state, memo))
-        return copied
+    # Copied as any module; GPyTorch's copy would share the likelihood.
+    __deepcopy__: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The terms of the last step have a graph, which can be neither copied nor saved.
+        return {**self.__dict__, "_added_loss_terms": dict.fromkeys(self._added_loss_terms)}

@@ -1,11 +1,10 @@
-"""The covariance that inducing points explain, and GPyTorch's predictions from it, always of the current parameters."""
+"""GPyTorch's predictions of SGPR from what the inducing points explain, at the hyperparameters of the moment."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from gpytorch.distributions import MultivariateNormal
 from gpytorch.models.exact_prediction_strategies import SGPRPredictionStrategy
 from linear_operator import LinearOperator
 from linear_operator.operators import (
@@ -16,11 +15,9 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..checks import same_values
-
 
 class WideRootLinearOperator(LowRankRootLinearOperator):
-    """What the inducing points explain, in a narrow precision: with noise added, it is solved and factorised in float64."""
+    """:math:`A^\\top A` in float32; with noise added, it is solved and factorised in float64."""
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, DiagLinearOperator):
@@ -29,11 +26,11 @@ class WideRootLinearOperator(LowRankRootLinearOperator):
 
 
 class WideAddedDiagLinearOperator(LowRankRootAddedDiagLinearOperator):
-    """See :class:`WideRootLinearOperator`."""
+    """:math:`A^\\top A + \\Sigma`; see :class:`WideRootLinearOperator`."""
 
     def _wide(self) -> LinearOperator:
-        root, noise = self._linear_op.root.to_dense(), self._diag_tensor.diagonal(dim1=-1, dim2=-2)
-        return LowRankRootLinearOperator(root.double()) + DiagLinearOperator(noise.double())
+        noise = self._diag_tensor.diagonal(dim1=-1, dim2=-2)
+        return LowRankRootLinearOperator(_root(self).double()) + DiagLinearOperator(noise.double())
 
     def _solve(self, rhs: Tensor, *_: Any, **__: Any) -> Tensor:
         return self._wide()._solve(rhs.double()).to(rhs.dtype)
@@ -43,15 +40,13 @@ class WideAddedDiagLinearOperator(LowRankRootAddedDiagLinearOperator):
 
 
 class CurrentPredictionStrategy(SGPRPredictionStrategy):
-    """GPyTorch's predictions of SGPR, at the hyperparameters of the moment.
+    """Computes the posterior at each prediction, where GPyTorch keeps that of the first until the mode changes.
 
-    :class:`~gpytorch.models.ExactGP` keeps what it computed at the first prediction until the mode changes. This one counts
-    no training points, so that ExactGP slices none off and hands over the prior of training and test points together, as
-    the model has it at each call. The posterior is computed again unless that prior, noise and targets are what they were.
+    It counts no training points, so that :class:`~gpytorch.models.ExactGP` slices none off and hands over the prior of
+    training and test points together.
     """
 
     num_train = 0
-    _known: tuple[list[Tensor], SGPRPredictionStrategy] | None = None
 
     def exact_prediction(
         self, test_mean: Tensor, test_test_covar: LinearOperator, test_train_covar: LinearOperator | None = None
@@ -63,25 +58,12 @@ class CurrentPredictionStrategy(SGPRPredictionStrategy):
         :param test_train_covar: Empty.
         """
         covar, num_train = test_test_covar.evaluate_kernel(), self.train_shape.numel()
-        train, test = (_at(covar, rows) for rows in (slice(num_train), slice(num_train, None)))
+        train, test = _at(covar, slice(num_train)), _at(covar, slice(num_train, None))
+        prior = type(self.train_prior_dist)(test_mean[..., :num_train].unflatten(-1, self.train_shape), train)
+        labels = self.train_labels.to(test_mean.device)  # the model may have moved since the first prediction
+        posterior = SGPRPredictionStrategy(self.train_inputs, prior, labels, self.likelihood)
         cross = MatmulLinearOperator(_root(test), _root(train).mT)
-        mean = test_mean[..., :num_train].unflatten(-1, self.train_shape)
-        posterior = self._posterior(type(self.train_prior_dist)(mean, train))
         return posterior.exact_prediction(test_mean[..., num_train:], test, cross)
-
-    def _posterior(self, prior: MultivariateNormal) -> SGPRPredictionStrategy:
-        """GPyTorch's strategy, with what it has computed if it is for the same prior, noise and targets."""
-        # ExactGP moves its data with the model and keeps this object, so the targets may be on another device.
-        labels = self.train_labels.to(prior.mean.device)
-        fresh = SGPRPredictionStrategy(self.train_inputs, prior, labels, self.likelihood)
-        if torch.is_grad_enabled():
-            return fresh
-        covar = fresh.lik_train_train_covar
-        noise = covar._diag_tensor.diagonal(dim1=-1, dim2=-2)
-        current = [prior.mean, _root(covar), noise, labels]
-        if self._known is None or not all(map(same_values, self._known[0], current)):
-            self._known = [tensor.detach().clone() for tensor in current], fresh
-        return self._known[1]
 
 
 def explained_covariance(root: Tensor, dtype: torch.dtype) -> LinearOperator:

@@ -1,0 +1,193 @@
+r"""The one collapsed core: sums over the data, the best q(w), and the terms of the bound at that q(w).
+
+The data enter the best q(w) only through :math:`\sum_n a_n a_n^\top/\sigma_n^2` and :math:`\sum_n a_n y_n/\sigma_n^2`. A
+collapsed bound is the uncollapsed one there,
+
+.. math:: \sum_n \mathbb E_{\mathcal N(\mu_n, s_n)} [\log p(y_n \mid f_n)] - \mathrm{KL}[q(w) \Vert p(w)] - \text{price}(d)
+
+and since q(w) is the best, the derivative of these terms with q(w) held fixed is that of the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..maths.bounds import gaussian_expected_log_prob, whitened_kl
+from ..maths.collapsed import Collapsed, collapse
+from ..maths.fused import once_differentiable
+from ..maths.linalg import full_precision
+from ..maths.moments import Whitened, projected_mean
+from ..modes import chunks
+from ..prior import Projection, Projector
+
+# From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
+Price = Callable[[Tensor, Tensor], Tensor]
+
+# Numbers of all projections together up to which their graphs are kept; beyond, each chunk is projected twice.
+_KEPT = 2**25
+
+
+class DataSums(NamedTuple):
+    r"""What a collapsed bound needs of the data, in float64.
+
+    :param gram: :math:`\sum_n a_n a_n^\top \lambda_n`, ``... x M x M``.
+    :param linear: :math:`\sum_n a_n (y_n - \mu(x_n)) \lambda_n`, ``... x M``.
+    :param residual: :math:`d_n`, ``... x N``.
+    """
+
+    gram: Tensor
+    linear: Tensor
+    residual: Tensor
+
+    def collapse(self) -> Collapsed:
+        """The best q(w), as its precision's factor and its mean."""
+        return collapse(self.gram, self.linear)
+
+    def best_q(self) -> Whitened:
+        r"""The best q(w), :math:`\mathcal N(B^{-1} l, B^{-1})` with :math:`B = I + G`."""
+        core = self.collapse()
+        return Whitened(core.weights, core.root)
+
+
+@torch.no_grad()
+def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
+    r"""Gather the sums.
+
+    :param batches: Projection, targets and precisions :math:`\lambda_n = 1/\sigma_n^2` of each chunk; zero where a
+        target is missing.
+    """
+    gram: Tensor | float = 0.0
+    linear: Tensor | float = 0.0
+    residuals = []
+    for points, y, precision in batches:
+        weighted = points.matrix * precision.to(points.matrix.dtype).unsqueeze(-2)  # [..., M, B]
+        misfit = (y - points.mean).to(weighted.dtype).unsqueeze(-1)  # [..., B, 1]
+        gram = gram + (weighted @ points.matrix.mT).double()
+        linear = linear + (weighted @ misfit).squeeze(-1).double()
+        residuals.append(points.residual.double())
+    assert isinstance(gram, Tensor)
+    assert isinstance(linear, Tensor)
+    return DataSums(gram, linear, torch.cat(residuals, dim=-1))
+
+
+def projected_batches(
+    project: Callable[[Tensor], Projection], x: Any, y: Tensor, precision: Tensor, batch_size: int
+) -> Iterator[tuple[Projection, Tensor, Tensor]]:
+    """The chunks of a data set, for :func:`data_sums`.
+
+    :param x: Inputs, a tensor or what gives one for a slice of rows.
+    """
+    for rows in chunks(len(x), batch_size):
+        yield project(x[rows]), y[..., rows], precision[..., rows]
+
+
+def expected_log_prob(points: Projection, y: Tensor, noise: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    r""":math:`\sum_n \mathbb E_{\mathcal N(\mu_n, s_n)} [\log p(y_n \mid f_n)]`, the data term without its residual.
+
+    :param mean: :math:`m` of q(w), ``... x M``: a constant here.
+    :param covariance: :math:`S` of q(w), ``... x M x M``.
+    """
+    matrix = points.matrix
+    location = points.mean + projected_mean(matrix, Whitened(mean.to(matrix.dtype)))
+    explained = (matrix * (covariance.to(matrix.dtype) @ matrix.detach())).sum(-2)  # s_n = a_n'S a_n
+    explained = 2 * explained - explained.detach()  # whose slope in a_n is 2 S a_n: one product, not two
+    return gaussian_expected_log_prob(y, location, explained, noise.to(explained.dtype)).double().sum(-1)
+
+
+class _Differentiated(torch.autograd.Function):
+    """A value whose gradients were computed along with it."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad.to(gradient) * gradient for gradient in ctx.gradients)
+
+
+def chunked_bound(
+    projector: Projector,
+    x: Tensor,
+    y: Tensor,
+    noise: Tensor,
+    price: Price,
+    chunk_size: int,
+    leaves: list[tuple[Tensor, Tensor]],
+) -> Tensor:
+    r"""A collapsed bound of one model, summed over the data, with its gradient.
+
+    One pass over the data gathers the sums, a second one differentiates the terms chunk by chunk.
+
+    :param projector: Of the model's prior.
+    :param x: Inputs, ``N x D``.
+    :param y: Targets, ``N``.
+    :param noise: Noise variances, ``N``.
+    :param price: Price of the residual variances, as in :data:`~tighter_gp.maths.bounds.PENALTIES`.
+    :param chunk_size: Rows per chunk.
+    :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
+    :return: A scalar; it cannot be differentiated twice.
+    """
+    pairs = [*leaves, detached(x), detached(y), detached(noise)]
+    x, y, noise = (inside for _, inside in pairs[-3:])
+    pairs = [pair for pair in pairs if pair[0].requires_grad and torch.is_grad_enabled()]
+    outside, inside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    gradients = [torch.zeros_like(tensor) for tensor in inside]
+
+    def add_gradients(value: Tensor) -> None:
+        found = torch.autograd.grad(value, inside, allow_unused=True, retain_graph=True)
+        for total, gradient in zip(gradients, found, strict=True):
+            total += 0 if gradient is None else gradient
+
+    def project(rows: slice) -> Projection:
+        with torch.set_grad_enabled(bool(pairs)):
+            return projector(x[rows])
+
+    rows_of = list(chunks(x.size(-2), chunk_size))
+    keeps = x.size(-2) * projector.num_inducing <= _KEPT
+    with torch.set_grad_enabled(bool(pairs)), full_precision(x.device.type):
+        kept = list(map(project, rows_of)) if keeps else None
+        walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
+        precision = noise.detach().reciprocal()
+        sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
+        best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
+        covariance = torch.cholesky_inverse(best.factor)
+        cost = price(residual, noise.double())
+        slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
+        total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost
+        for rows, points in walk():
+            term = expected_log_prob(points, y[rows], noise[rows], best.weights, covariance)
+            total = total + term.detach()
+            waiting = waiting + term - (slope[rows] * points.residual).sum()  # the price moves with d at this rate
+            if pairs and (kept is None or rows is rows_of[-1]):
+                add_gradients(waiting)
+                waiting = torch.zeros_like(total)
+    value = total.to(y.dtype)
+    return _Differentiated.apply(value, gradients, *outside) if pairs else value
+
+
+def detached(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor, and its values as a leaf of another graph."""
+    return tensor, tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def parameters_of(*modules: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The parameters of modules, which stand for themselves.
+
+    :raises TypeError: If a module has a tensor with a graph in place of a parameter, as after ``pyro_sample_from_prior``: it
+        would get no gradient.
+    """
+    for child in (child for module in modules for child in module.modules()):
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise TypeError(
+                    f"{name} of {type(child).__name__} is a tensor with a gradient and no parameter, which a collapsed bound "
+                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.bounds."
+                )
+    return [(parameter, parameter) for parameter in dict.fromkeys(p for m in modules for p in m.parameters())]
