@@ -23,6 +23,7 @@ from .full_data import evaluate_bound, set_optimal_q
 from .kernels import TighterInducingPointKernel
 from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
+from .neighbours import NeighbourGP
 from .predictions import PredictiveDistribution, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit, initialize
@@ -39,6 +40,7 @@ __all__ = [
     "CompiledStep",
     "Diagnosis",
     "ExportedPredictor",
+    "NeighbourGP",
     "PerPoint",
     "PredictiveDistribution",
     "SolveGPVariationalStrategy",
