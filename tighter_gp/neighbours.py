@@ -307,9 +307,9 @@ class NeighbourGP(GP):
         tuned = {name: (p, c) for name, p, c in self.named_parameters_and_constraints() if _is_positive(c)}
         logs = {name: c.transform(p).log() for name, (p, c) in tuned.items()}
         logs["noise"], trained = torch.zeros_like(self.noise_factor), self.noise  # the noise has a factor
-        rates = {name: 0.2 if name.endswith(("noise", "outputscale")) else 0.08 for name in logs}
+        rates = {name: 0.25 if name.endswith(("noise", "outputscale")) else 0.1 for name in logs}
         adam = torch.optim.Adam([{"params": [log.requires_grad_()], "lr": rates[name]} for name, log in logs.items()])
-        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [max(1, steps // 3)], 0.4)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [max(1, steps // 2)], 0.4)
 
         def values() -> dict[str, Tensor]:
             found = {name: c.inverse_transform(logs[name].exp()) for name, (_, c) in tuned.items()}
