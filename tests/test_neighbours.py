@@ -182,6 +182,14 @@ def test_duplicated_rows_and_ties():
     assert (same == own.unsqueeze(-1) % 12).all()
 
 
+def test_a_point_far_from_all_rows_is_predicted_as_usual():
+    case = Case("homoscedastic", 5)
+    far = torch.tensor([[1e17, 0.0], [0.5, 0.5]])
+    f, usual = tighter_gp.predict(case.near, far), tighter_gp.predict(case.model, far)
+    torch.testing.assert_close(f.mean[0], usual.mean[0])
+    torch.testing.assert_close(f.variance[0], usual.variance[0])
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_fewer_rows_than_neighbours(rows):
     case = Case("homoscedastic", 3)

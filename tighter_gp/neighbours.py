@@ -29,10 +29,11 @@ from torch import Tensor
 
 from .collapsed import CollapsedGP
 from .collapsed.core import DataSums, data_sums
+from .collapsed.prices import residual_within
 from .data import check_array, from_array, reference
 from .likelihoods.properties import gaussian_noise
 from .maths.collapsed import collapse
-from .maths.linalg import cholesky, full_precision
+from .maths.linalg import full_precision
 from .maths.moments import Whitened
 from .modes import chunks
 from .posterior import posterior_of
@@ -41,7 +42,6 @@ from .prior import Projection
 _SEARCH_ALL = 100_000  # up to so many rows each is compared with each point; beyond, cells are searched
 _CELLS = 16  # of the nearest inducing points, or a sixteenth of them if that is more
 _BATCH, _ASIDE = 100, 1000  # rows per step of refining; rows left aside
-_COVERAGE = 0.94, 0.96  # of 95 % intervals at the rows left aside: variances are scaled to lie within
 _STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel, kernels.PiecewisePolynomialKernel)
 
 
@@ -148,15 +148,17 @@ class NeighbourGP(GP):
     def _moments(self, x: Tensor, near: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at points ``B x D``, from training rows ``B x k``."""
         distinct, place = torch.unique(near, return_inverse=True)  # points share neighbours: one column for each row
-        rows, size = self._rows(distinct), len(x)
-        p = _project(self.model, torch.cat([x, rows]))
-        a, A = p.matrix.mT[:size], p.matrix.mT[size:][place]  # [B, M] and [B, k, M]
-        columns, inputs = torch.cat([a.unsqueeze(1), A], 1), torch.cat([x.unsqueeze(1), rows[place]], 1)
-        half = columns @ columns.detach().mT  # half the derivative of A'A, whose gradients here are symmetric
-        D = _covariance(self.model, inputs, inputs).double() - (half + half.mT - half.detach())  # [B, 1 + k, 1 + k]
-        noise = torch.diag_embed(self._noise(near)).to(D)
-        factor = cholesky(D[:, 1:, 1:] + noise, "D + noise of the neighbours")
-        seen = torch.linalg.solve_triangular(factor, D[:, 1:, :1], upper=False)  # [B, k, 1]
+        size, inputs = len(x), torch.cat([x, self._rows(distinct)])
+        sets = torch.cat([torch.arange(size, device=x.device).unsqueeze(-1), size + place], -1)  # [B, 1 + k]
+        p, D = _project_sets(self.model, inputs, sets)
+        D, columns = D.double(), p.matrix.mT[sets]  # [B, 1 + k, 1 + k] and [B, 1 + k, M]
+        a, A = columns[:, 0], columns[:, 1:]
+        noisy = D[:, 1:, 1:] + torch.diag_embed(self._noise(near)).to(D)
+        # No neighbours where rounding leaves no factor: an input so far off that no row is near.
+        is_usable = (torch.linalg.cholesky_ex(noisy.detach()).info == 0).view(-1, 1, 1)
+        factor = torch.linalg.cholesky(torch.where(is_usable, noisy, torch.eye(near.size(-1)).to(D)))
+        cross = torch.where(is_usable, D[:, 1:, :1], 0.0)  # [B, k, 1]
+        seen = torch.linalg.solve_triangular(factor, cross, upper=False)
         v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)
         residual = (D[:, 0, 0] - seen.square().sum((-2, -1))).clamp_min(0).to(a)
         b = a - (A.mT @ v).squeeze(-1)  # [B, M]: what is left for q(w)
@@ -369,7 +371,8 @@ class NeighbourGP(GP):
         if density > least:
             self.load_state_dict(state, strict=False)
             self.num_neighbours = wanted
-            low, high = (squared.quantile(share) / 1.96**2 for share in _COVERAGE)
+            error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
+            low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.95 + error)))
             scale = low.clamp_min(1).minimum(high)
             if density + 0.5 * (squared.mean() * (1 - 1 / scale) - scale.log()) > least:  # the density with that scale
                 self.scale = scale
@@ -431,6 +434,13 @@ def _projector(model: Any) -> Any:
 def _project(model: Any, x: Tensor) -> Projection:
     """(prior mean, A, d), with a graph."""
     return _projector(model)(x)
+
+
+def _project_sets(model: Any, x: Tensor, sets: Tensor) -> tuple[Projection, Tensor]:
+    """The same, and D within sets of these points, from positions ``K x S`` to ``K x S x S``."""
+    projector = _projector(model)
+    p = projector(x)
+    return p, residual_within(projector, x, p.matrix, sets)
 
 
 def _covariance(model: Any, x1: Tensor, x2: Tensor) -> Tensor:
