@@ -270,7 +270,7 @@ def test_refining_helps_where_the_residual_says_something(dtype):
     test = x[700:], y[700:]
     assert nlpd(refined, *test) < nlpd(plain, *test) - 0.3 < nlpd(model, *test) - 0.6
     low, high = tighter_gp.predict_y(refined, refined.likelihood, test[0]).interval(0.95)
-    assert 0.9 < ((low < test[1]) & (test[1] < high)).double().mean() < 0.99
+    assert 0.88 < ((low < test[1]) & (test[1] < high)).double().mean() < 0.99
 
 
 def test_refining_does_not_hurt_where_the_residual_says_nothing():

@@ -126,22 +126,23 @@ class NeighbourGP(GP):
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, own: Tensor | None = None) -> MultivariateNormal:
+    def forward(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> MultivariateNormal:
         """The distribution of f at inputs ``... x B x D``, each point by itself.
 
         :param own: For training rows: their positions, ``B``. Each is then predicted without itself.
+        :param in_q: Whether q(w) still knows of it.
         """
-        mean, variance = self.f_at(x, own)
+        mean, variance = self.f_at(x, own, in_q)
         return MultivariateNormal(mean, DiagLinearOperator(variance))
 
-    def f_at(self, x: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def f_at(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at inputs ``... x B x D``, shaped ``... x B``; arguments as of :meth:`forward`."""
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         rows = x.reshape(-1, x.size(-1))
         near, parts = self.nearest(rows, own), []
         with full_precision(x.device.type):
             for part in chunks(len(rows), max(1, self.chunk_size // (1 + near.size(-1)))):
-                parts.append(self._moments(rows[part], near[part], None if own is None else own[part]))
+                parts.append(self._moments(rows[part], near[part], None if own is None or in_q else own[part]))
         mean, variance = (torch.cat(values).view(x.shape[:-1]) for values in zip(*parts, strict=True))
         return mean, variance * self.scale
 
@@ -321,7 +322,7 @@ class NeighbourGP(GP):
         for step in range(1, steps + 1):
             rows = pool[torch.randint(len(pool), (min(_BATCH, len(pool)),), generator=generator)]
             adam.zero_grad()
-            (-self._at_rows(rows, values())[0]).backward()
+            (-self._at_rows(rows, values(), in_q=True)[0]).backward()  # a better way than without, to a worse end
             adam.step()
             schedule.step()
             with torch.no_grad():
@@ -339,13 +340,14 @@ class NeighbourGP(GP):
         self.noise_factor = self.noise[0] / trained[0] * self.scale
         _scale_noise(self.likelihood, self.noise_factor)
 
-    def _at_rows(self, rows: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _at_rows(self, rows: Tensor, values: dict[str, Tensor], in_q: bool = False) -> tuple[Tensor, Tensor]:
         """Mean log density of training rows, each without itself, and their squared standard residuals.
 
         :param values: Parameters and noise to use in place of the present ones.
+        :param in_q: Whether q(w) still knows of each.
         """
         rows = rows.to(self.y.device)
-        f = torch.func.functional_call(self, values, (self._rows(rows), rows))
+        f = torch.func.functional_call(self, values, (self._rows(rows), rows, in_q))
         variance = f.lazy_covariance_matrix.diagonal() + values.get("noise", self.noise).expand(len(self.y))[rows]
         squared = (self.y[rows] - f.mean).square() / variance
         return -0.5 * (squared + (2 * torch.pi * variance).log()).mean(), squared
@@ -373,9 +375,12 @@ class NeighbourGP(GP):
             self.num_neighbours = wanted
             error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
             low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.95 + error)))
-            scale = low.clamp_min(1).minimum(high)
-            if density + 0.5 * (squared.mean() * (1 - 1 / scale) - scale.log()) > least:  # the density with that scale
-                self.scale = scale
+            wanted = low.clamp_min(1).minimum(high)
+            for scale in (wanted, wanted.sqrt(), wanted**0.25):  # as far as it costs less than half of what was gained
+                cost = 0.5 * (squared.mean() * (1 / scale - 1) + scale.log())
+                if cost < 0.5 * (density - least):
+                    self.scale = scale
+                    break
 
 
 def _sort_again(near: NeighbourGP, _: Any) -> None:
