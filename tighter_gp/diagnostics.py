@@ -18,6 +18,7 @@ from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
 from .checks import check_device
+from .collapsed.prices import earlier_neighbours, price, rows_within
 from .conditionals.blocks import partition
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound, per_point
@@ -66,6 +67,7 @@ class Diagnosis:
     :ivar float spherical: :math:`F_5`, one scale for all points.
     :ivar float tighter: :math:`F_4`.
     :ivar block: :math:`F_B`, or None without blocks.
+    :ivar neighbours: The bound with neighbours, or None without.
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
@@ -94,6 +96,7 @@ class Diagnosis:
     spherical: float
     tighter: float
     block: float | None
+    neighbours: float | None
     full: float | None
     evidence: float | None
     upper: float
@@ -171,6 +174,7 @@ class Diagnosis:
             ("one scale, F5", self.spherical),
             ("tighter, F4", self.tighter),
             ("blocks, FB", self.block),
+            ("neighbours", self.neighbours),
             ("full, F8", self.full),
             ("log evidence", self.evidence),
             ("upper bound", self.upper),
@@ -193,6 +197,8 @@ def diagnose(
     y: Tensor | np.ndarray,
     *,
     blocks: Tensor | int | None = None,
+    num_neighbours: int | None = None,
+    seed: int = 0,
     max_exact: int = 2000,
     batch_size: int = 1024,
     **kwargs: Any,
@@ -210,6 +216,8 @@ def diagnose(
     :param y: Training targets, ``N``; a tensor or an array.
     :param blocks: For :math:`F_B`: the block of each point, integers of shape ``N``, or a number of blocks to make with
         :func:`~tighter_gp.blocks.partition`. Default: the model's own, if it has any.
+    :param num_neighbours: For the bound with so many neighbours, which takes :math:`O(N^2 M)`.
+    :param seed: Of the order of the rows for it.
     :param max_exact: :math:`F_8` and the evidence itself are computed for at most this many points.
     :param batch_size: Points per chunk; the result does not depend on it.
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
@@ -248,6 +256,11 @@ def diagnose(
         base, upper, residual, misfit = _collapsed(posterior, likelihood, inputs, y, noise, batch_size)
         labels = _labels(posterior, inputs, blocks)
         block = None if labels is None else base - _block_penalty(posterior, inputs, noise, labels)
+        neighbours = None
+        if num_neighbours is not None:
+            rows = inputs[:]
+            sets = earlier_neighbours(projector, rows, noise, num_neighbours, seed)
+            neighbours = base - price("neighbours", residual, noise, rows_within(projector, rows), sets=sets)
         full = evidence = None
         if len(y) <= max_exact:
             every = inputs[:]
@@ -275,6 +288,7 @@ def diagnose(
         spherical=(base - spherical_penalty(residual, noise)).item(),
         tighter=(base - log_penalty(residual, noise)).item(),
         block=_item(block),
+        neighbours=_item(neighbours),
         full=_item(full),
         evidence=_item(evidence),
         upper=upper.item(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
-from .collapsed.prices import price, residual_within
+from .collapsed.prices import earlier_neighbours, price, residual_within, rows_within
 from .conditionals import Blocks
 from .conditionals.blocks import block_chunks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
@@ -200,9 +200,11 @@ def _collapsed_bound(
     check_device(y, device, "Targets are")
     check_device(likelihood, device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    neighbours: tuple[int, ...] = ()
     with temporary_mode(model, False), full_precision(y.device.type):
         if isinstance(model, CollapsedGP):
             name, blocks, projector = model.bound_name, None, model.projector(torch.float64)
+            neighbours = model.num_neighbours, model.seed
         else:
             projector = exact_gp_projector(model, torch.float64)
             name, blocks = model.covar_module.bound, model.covar_module.blocks
@@ -216,7 +218,7 @@ def _collapsed_bound(
             left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
             misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
-        cost = _price(projector, name, blocks, x, sums.residual, noise, seen)
+        cost = _price(projector, name, blocks, x, sums.residual, noise, seen, *neighbours)
     quadratic = misfit + core.weights.square().sum(-1)
     # A batch of models may miss different targets.
     constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
@@ -224,7 +226,14 @@ def _collapsed_bound(
 
 
 def _price(
-    projector: Projector, name: str, blocks: Blocks | None, x: Rows, residual: Tensor, noise: Tensor, seen: Tensor
+    projector: Projector,
+    name: str,
+    blocks: Blocks | None,
+    x: Rows,
+    residual: Tensor,
+    noise: Tensor,
+    seen: Tensor,
+    *neighbours: int,
 ) -> Tensor:
     """The price of the residual at the targets that there are."""
     if seen.dim() > 1 and not bool(seen.all()):
@@ -235,8 +244,12 @@ def _price(
         rows = seen.nonzero().squeeze(-1)
         blocks = None if blocks is None else Blocks(blocks.labels[rows])
 
+    inputs = x[rows]
+    if name == "neighbours":
+        sets = earlier_neighbours(projector, inputs, noise[rows], *neighbours)
+        return price(name, residual[rows], noise[rows], rows_within(projector, inputs), sets=sets)
+
     def within(sets: Tensor) -> Tensor:
-        inputs = x[rows]
         return residual_within(projector, inputs, projector(inputs).matrix, sets)
 
     return price(name, residual[..., rows], noise[..., rows], within, blocks)

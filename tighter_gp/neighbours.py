@@ -375,8 +375,9 @@ class NeighbourGP(GP):
             self.num_neighbours = wanted
             error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
             low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.95 + error)))
-            wanted = low.clamp_min(1).minimum(high)
-            for scale in (wanted, wanted.sqrt(), wanted**0.25):  # as far as it costs less than half of what was gained
+            full = torch.minimum(low.clamp_min(1), high)
+            for share in (1.0, 0.5, 0.25):  # as far as it costs less than half of what was gained
+                scale = full.pow(share)
                 cost = 0.5 * (squared.mean() * (1 / scale - 1) + scale.log())
                 if cost < 0.5 * (density - least):
                     self.scale = scale

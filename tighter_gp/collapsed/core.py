@@ -23,6 +23,7 @@ from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
 from ..modes import chunks
 from ..prior import Projection, Projector
+from .prices import SETS, neighbour_price, rows_within
 
 # From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
 Price = Callable[[Tensor, Tensor], Tensor]
@@ -120,6 +121,7 @@ def chunked_bound(
     price: Price,
     chunk_size: int,
     leaves: list[tuple[Tensor, Tensor]],
+    sets: Tensor | None = None,
 ) -> Tensor:
     r"""A collapsed bound of one model, summed over the data, with its gradient.
 
@@ -132,6 +134,7 @@ def chunked_bound(
     :param price: Price of the residual variances, as in :data:`~tighter_gp.maths.bounds.PENALTIES`.
     :param chunk_size: Rows per chunk.
     :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
+    :param sets: For neighbours, whose price takes the place of ``price``: each point after its neighbours, ``N x S``.
     :return: A scalar; it cannot be differentiated twice.
     """
     pairs = [*leaves, detached(x), detached(y), detached(noise)]
@@ -158,7 +161,7 @@ def chunked_bound(
         sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
         best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
         covariance = torch.cholesky_inverse(best.factor)
-        cost = price(residual, noise.double())
+        cost = price(residual, noise.double()) if sets is None else residual.sum() * 0
         slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
         total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost
         for rows, points in walk():
@@ -168,6 +171,12 @@ def chunked_bound(
             if pairs and (kept is None or rows is rows_of[-1]):
                 add_gradients(waiting)
                 waiting = torch.zeros_like(total)
+        within = rows_within(projector, x)
+        for part in () if sets is None else sets.split(SETS):
+            cost = neighbour_price(within, noise, part)
+            total = total - cost.detach()
+            if pairs:
+                add_gradients(-cost)
     value = total.to(y.dtype)
     return _Differentiated.apply(value, gradients, *outside) if pairs else value
 
