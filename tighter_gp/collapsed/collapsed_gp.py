@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..likelihoods.properties import gaussian_noise, is_gaussian
+from ..likelihoods.family import family, gaussian_noise
 from ..maths.bounds import PENALTIES, check_bound
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, explained_moments
@@ -152,7 +152,7 @@ class CollapsedGP(Module):
         jitter_val: float = 0.0,
     ) -> None:
         super().__init__()
-        if not is_gaussian(likelihood):
+        if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         check_bound(bound, tuple(PENALTIES))
         own = next(covar_module.parameters(), torch.empty(0))

@@ -106,11 +106,12 @@ def _reduced() -> list[tuple[Any, str, Any, Any]]:
         return [(matmul, "allow_tf32", False, True)] if matmul.allow_tf32 else []
     common = settings.fp32_precision
     backends = (settings.cuda.matmul, settings.mkldnn.matmul)
-    return [
-        (backend, "fp32_precision", "ieee", "none" if backend.fp32_precision == common else backend.fp32_precision)
-        for backend in backends
-        if backend.fp32_precision not in ("ieee", "none")
-    ]
+    found = []
+    for backend in backends:
+        if backend.fp32_precision not in ("ieee", "none"):
+            before = "none" if backend.fp32_precision == common else backend.fp32_precision
+            found.append((backend, "fp32_precision", "ieee", before))
+    return found
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class Whitened(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Whitened:
         """The same in another precision."""
+        if self.mean.dtype == dtype:
+            return self
         return Whitened(*(None if tensor is None else tensor.to(dtype) for tensor in self))  # type: ignore[arg-type]
 
 

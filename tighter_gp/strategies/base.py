@@ -77,7 +77,7 @@ class TighterStrategy(VariationalStrategy):
         return self._variational_distribution()
 
     def q(self) -> list[Whitened]:
-        """Return the independent factors of q(w) as tensors."""
+        """Tensors of the independent factors of q(w)."""
         return [whitened(distribution) for distribution in self.distributions]
 
     def whitened(self) -> Whitened:
@@ -252,3 +252,16 @@ def divergence(q: list[Whitened]) -> Tensor:
         for part in q
     ]
     return sum(parts[1:], start=parts[0])
+
+
+def gp_of(model: Any) -> Any:
+    """The GP within a model: the model itself, or its one part with a ``variational_strategy``, such as one behind a network."""
+    if hasattr(model, "variational_strategy"):
+        return model
+    found = [module for module in model.modules() if hasattr(module, "variational_strategy")]
+    if len(found) != 1:
+        raise TypeError(
+            f"Expected a model with a variational_strategy, or a module that holds one such; got {type(model).__name__}, which "
+            f"holds {len(found)}."
+        )
+    return found[0]
