@@ -215,15 +215,18 @@ class TighterStrategy(VariationalStrategy):
         if self.training and self.conditional.is_learned:
             kept = self.conditional.scale(residual, index=index) * residual
         is_diagonal = self.training and (diag or self.conditional.is_learned)
-        lazy = None if is_diagonal else lambda: self._covariance(x, points, q, **kwargs)
+        shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
+        lazy = None if is_diagonal else lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
         return MultivariateNormal(location, Carrier(s + kept, s, residual, lazy=lazy, origin=origin))
 
-    def _covariance(self, x: Tensor, points: Projection, q: list[Whitened], **kwargs: Any) -> LinearOperator:
+    def _covariance(
+        self, x: Tensor, points: Projection, q: list[Whitened], jitter: float, **kwargs: Any
+    ) -> LinearOperator:
         r""":math:`K_{XX} + \epsilon I - A^\top A + A^\top S A`."""
         prior = self.model.forward(x, **kwargs).lazy_covariance_matrix
         dtype = points.mean.dtype
         matrix = points.matrix.to(dtype)
-        parts = [prior.add_jitter(self.jitter_val), MatmulLinearOperator(-matrix.mT, matrix)]
+        parts = [prior.add_jitter(jitter), MatmulLinearOperator(-matrix.mT, matrix)]
         for rows, part in zip(matrix.split([p.mean.size(-1) for p in q], dim=-2), q, strict=True):
             root = explained_root(rows, part.to(dtype))  # R' A  [..., R, B]
             parts += [] if root is None else [RootLinearOperator(root.mT)]
