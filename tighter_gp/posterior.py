@@ -10,6 +10,7 @@ from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from .checks import check_dims
 from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
 from .data import Rows
 from .kernels import TighterInducingPointKernel
@@ -52,6 +53,11 @@ class Posterior(NamedTuple):
     jitter: float = 0.0
     strategy: TighterStrategy | None = None
     training: TrainingData | None = None
+
+    def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at inputs ``... x B x D``."""
+        check_dims(x.shape, self.num_dims)
+        return self.moments(self.projector(x))
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from ..maths.quadrature import normal_rule
-from ..predictions.marginals import student_t_moments
+from ..predictions.densities import student_t_moments
 
 
 class PlainKernel(torch.nn.Module):

@@ -13,7 +13,7 @@ from torch.distributions import Normal
 
 from ..draws import drawn, standard_normal
 from ..modes import chunks, temporary_mode
-from ..predictions import distribution_of_y, predict
+from ..predictions import PredictiveDistribution as distribution_of_y, predict
 from ..predictions import log_density as entry_density
 from ..strategies import TighterStrategy
 from .data import as_observed, check_count
