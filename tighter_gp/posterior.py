@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .likelihoods.properties import gaussian_noise, is_gaussian, observed
 from .maths.moments import Whitened, explained_variance, projected_mean
 from .modes import chunks
 from .prior import Projection, Projector
-from .strategies import TighterStrategy
+from .strategies import TighterStrategy, TighterVariationalStrategy
 
 
 class TrainingData(NamedTuple):
@@ -148,6 +149,16 @@ def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
         return Posterior(projector, Whitened(core.weights, core.root), training=training)
     strategy = tighter_strategy(model)
     return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy)
+
+
+def tighter_copy(model: ApproximateGP) -> ApproximateGP:
+    """A copy of a model on GPyTorch's own VariationalStrategy with one of this package in its place, of the same q(u)."""
+    model = copy.deepcopy(model)
+    standard: Any = model.variational_strategy
+    z, q = standard.inducing_points, standard._variational_distribution
+    model.variational_strategy = TighterVariationalStrategy(model, z.detach(), q, jitter_val=standard.jitter_val)
+    model.variational_strategy.variational_params_initialized.copy_(standard.variational_params_initialized)
+    return model
 
 
 def tighter_strategy(model: Any) -> TighterStrategy:
