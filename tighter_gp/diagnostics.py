@@ -235,6 +235,7 @@ def diagnose(
         raise ValueError(
             f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
         )
+    kwargs = {name: as_tensor(value, like, name) for name, value in kwargs.items()}
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
     full = evidence = current = None
     jitter = 0.0

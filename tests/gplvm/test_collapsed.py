@@ -87,7 +87,7 @@ def test_collapsed_bounds_are_golden():
     close(collapsed.constant_scale_bound(problem), expected["collapsed_T_constant_m"])
     nodes, weights = collapsed.gauss_hermite_nodes(80, 2, problem.mean)
     close(collapsed.tighter_bound(problem, nodes, weights), expected["collapsed_TV_BGPLVM"])
-    residual = collapsed.residual_at(problem, collapsed.inducing_cholesky(problem), nodes)
+    residual = collapsed.residual_at(problem, collapsed.statistics(problem).chol, nodes)
     price = torch.tensordot(weights, torch.log1p(residual / problem.noise), dims=1)
     close(price, torch.tensor(expected["mean_log1p_d"]))
 

@@ -96,7 +96,7 @@ class Statistics(NamedTuple):
     mean_residual: Tensor
 
 
-def rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Tensor:
+def _rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Tensor:
     r""":math:`s^2 \exp(-\tfrac12 \sum_q (x_q - x'_q)^2/\ell_q^2)`, ``A x Q`` and ``B x Q`` to ``A x B``."""
     # Multiplied out into one product, so that no A x B x Q is formed; an origin amid the points keeps rounding small.
     origin = x1.detach().mean(-2)
@@ -107,10 +107,10 @@ def rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Ten
     return torch.exp(rows @ columns.mT)  # [A, B]
 
 
-def inducing_cholesky(problem: LatentProblem) -> Tensor:
+def _inducing_cholesky(problem: LatentProblem) -> Tensor:
     r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)`, ``M x M``."""
     z = problem.inducing_points
-    matrix = rbf(z, z, problem.outputscale, problem.lengthscale)
+    matrix = _rbf(z, z, problem.outputscale, problem.lengthscale)
     return cholesky(matrix + problem.jitter * torch.eye(z.size(-2), dtype=z.dtype, device=z.device), name="K_ZZ")
 
 
@@ -125,7 +125,7 @@ def statistics(problem: LatentProblem) -> Statistics:
     problem = problem.double()
     mean, variance, z, outputscale, lengthscale, noise, _, observed, _ = problem
     num_inducing = z.size(-2)
-    chol = inducing_cholesky(problem)
+    chol = _inducing_cholesky(problem)
     pairs = psi2_pairs(mean, variance, z, outputscale, lengthscale)  # N x M(M+1)/2
     if observed is None and noise.numel() == 1:
         summed = pairs.sum(0, keepdim=True)
@@ -189,7 +189,6 @@ def latent_kl(problem: LatentProblem) -> Tensor:
         >>> tighter_gp.gplvm.collapsed.latent_kl(at_prior)
         tensor(0.)
     """
-    problem = problem.double()
     variance = problem.variance
     return 0.5 * (variance + problem.mean.square() - 1 - variance.log()).sum()
 
@@ -207,7 +206,7 @@ def residual_at(problem: LatentProblem, chol: Tensor, nodes: Tensor) -> Tensor:
     """
     problem = problem.double()
     x = problem.mean + problem.variance.sqrt() * nodes
-    cross = rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
+    cross = _rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
     return residual_variance(problem.outputscale, project(chol, cross)).reshape(x.shape[:-1])
 
 

@@ -152,7 +152,7 @@ def _evaluation(model: Any, num_samples: int | None) -> Evaluate:
 def is_ours(model: Any) -> bool:
     """Whether q(f) comes from a strategy or a collapsed model of this package, with nothing around it."""
     if isinstance(model, ExactGP):
-        return isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel)
+        return any(isinstance(module, TighterInducingPointKernel) for module in model.modules())
     if isinstance(model, ApproximateGP):
         return isinstance(model.variational_strategy, TighterStrategy) and not has_own_call(model)
     return isinstance(model, CollapsedGP)

@@ -15,7 +15,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
-from ..data import as_tensor, input_rows, num_rows
+from ..data import Rows, as_tensor, input_rows, num_rows
 from ..draws import seeded
 from ..likelihoods.properties import has_gaussian_noise
 from ..likelihoods.targets import check_arguments, check_targets
@@ -66,7 +66,7 @@ def predict_y(
         True
     """
     for name, value in kwargs.items():
-        if np.ndim(value) and len(np.shape(value)) and np.shape(value)[-1] != num_rows(x):
+        if np.ndim(value) and np.shape(value)[-1] != num_rows(x):
             raise ValueError(f"{name}= must have one value per point, {num_rows(x)}; got {tuple(np.shape(value))}.")
     is_deep = isinstance(model, DeepGP)
     f = f_at(model, x, batch_size=batch_size, num_samples=(num_samples or 64) if is_deep else None, seed=seed)
@@ -120,7 +120,8 @@ class PredictiveDistribution:
     ) -> None:
         check_arguments(likelihood, arguments)
         f = (q if isinstance(q, Marginals) else marginals(q)).map(Tensor.detach)
-        given = {name: torch.as_tensor(value, device=f.mean.device) for name, value in arguments.items()}
+        rows_of = lambda value: Rows(value, f.mean)[:] if isinstance(value, np.ndarray) else value
+        given = {name: torch.as_tensor(rows_of(value), device=f.mean.device) for name, value in arguments.items()}
         if has_gaussian_noise(likelihood):
             f, given = add_noise(likelihood, f, inputs, **given), {}
         else:
