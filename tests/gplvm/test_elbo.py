@@ -112,7 +112,7 @@ def test_sampled_objective_is_golden(case, name):
     x = q_x.mean + q_x.stddev * tensor("x_eps")
     close(x, torch.tensor(case["expected"]["x_sample"]))
     close(model.latents.kl_divergence().sum(), case["expected"]["kl_x"])
-    close(elbo.at(x.unsqueeze(0), q_x, y) * len(y), case["expected"][name])
+    close(elbo.at(x.unsqueeze(0), q_x, y).bound * len(y), case["expected"][name])
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
@@ -125,7 +125,7 @@ def test_at_the_optimal_q_the_sampled_objective_is_the_collapsed_bound_at_the_sa
     model = make_model(tensor("Z"), tensor("q_x_mean"), tensor("q_x_var"), y.size(1), kernel, likelihood)
     tighter_gp.set_optimal_q(model, likelihood, x, y.mT)
     elbo = LatentVariableELBO(likelihood, model, len(y), objective=objective)
-    value = elbo.at(x.unsqueeze(0), model.latents.q(), y) * len(y)
+    value = elbo.at(x.unsqueeze(0), model.latents.q(), y).bound * len(y)
     close(value, case["expected"][f"{name}_at_sample_sum_outputs"] - case["expected"]["kl_x"])
 
 
@@ -137,7 +137,7 @@ def test_value_and_gradients_are_the_dense_ones(per_output, tighter):
     elbo = toy.elbo(model, objective=None if tighter else VariationalELBO)
     eps = (toy.x[0] - toy.mean) / toy.variance.sqrt()
     q_x = model.latents.q()
-    (elbo.at((q_x.mean + q_x.stddev * eps).unsqueeze(0), q_x, toy.y) * len(toy.y)).backward()
+    (elbo.at((q_x.mean + q_x.stddev * eps).unsqueeze(0), q_x, toy.y).bound * len(toy.y)).backward()
 
     inputs = [toy.mean, toy.variance.sqrt(), toy.z, *toy.q, toy.lengthscales, toy.noise]
     mean, stddev, z, mw, root, lengthscales, noise = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -146,7 +146,7 @@ def test_value_and_gradients_are_the_dense_ones(per_output, tighter):
         OPTIMAL if tighter else ONE,
     )  # fmt: skip
     expected.backward()
-    close(elbo.at(toy.x[:1], model.latents.q(), toy.y) * len(toy.y), expected.detach())
+    close(elbo.at(toy.x[:1], model.latents.q(), toy.y).bound * len(toy.y), expected.detach())
     strategy = model.variational_strategy
     chain = lambda parameter, raw: torch.autograd.grad(parameter, raw, torch.ones_like(parameter))[0]
     close(model.latents.mean.grad, mean.grad, 1e-7)
@@ -165,7 +165,7 @@ def test_terms_add_up_to_the_bound():
     model = toy.model()
     q_x = model.latents.q()
     terms = toy.elbo(model, combine_terms=False).at(toy.x, q_x, toy.y)
-    close(terms.bound, toy.elbo(model).at(toy.x, q_x, toy.y))
+    close(terms.bound, toy.elbo(model).at(toy.x, q_x, toy.y).bound)
     close(terms.latent_kl, model.latents.kl_divergence().mean())
     close(terms.kl_divergence, model.variational_strategy.kl_divergence().sum() / len(toy.y))
     assert terms.conditional > 0
@@ -184,10 +184,11 @@ def test_beta_scales_every_divergence():
 def test_mean_over_a_partition_is_the_full_objective():
     toy = Toy()
     elbo = toy.elbo()
-    full = elbo.at(toy.x, elbo.model.latents.q(), toy.y)
+    full = elbo.at(toy.x, elbo.model.latents.q(), toy.y).bound
     parts = torch.randperm(len(toy.y)).split(4)  # 4, 4 and 3 rows
     weighted = sum(
-        len(rows) / len(toy.y) * elbo.at(toy.x[:, rows], elbo.model.latents.q(rows), toy.y[rows]) for rows in parts
+        len(rows) / len(toy.y) * elbo.at(toy.x[:, rows], elbo.model.latents.q(rows), toy.y[rows]).bound
+        for rows in parts
     )
     close(weighted, full)
 
@@ -196,7 +197,9 @@ def test_several_samples_are_the_mean_over_them():
     toy = Toy()
     elbo = toy.elbo()
     q_x = elbo.model.latents.q()
-    close(elbo.at(toy.x, q_x, toy.y), torch.stack([elbo.at(x.unsqueeze(0), q_x, toy.y) for x in toy.x]).mean())
+    close(
+        elbo.at(toy.x, q_x, toy.y).bound, torch.stack([elbo.at(x.unsqueeze(0), q_x, toy.y).bound for x in toy.x]).mean()
+    )
 
 
 def test_evaluate_is_the_objective_of_all_rows_and_does_not_depend_on_chunks():
@@ -208,7 +211,7 @@ def test_evaluate_is_the_objective_of_all_rows_and_does_not_depend_on_chunks():
     assert not model.training
     model.train()
     close(chunked, whole, 1e-7)
-    close(whole, elbo.at(toy.mean.unsqueeze(0), model.latents.q(), toy.y).detach(), 1e-7)
+    close(whole, elbo.at(toy.mean.unsqueeze(0), model.latents.q(), toy.y).bound.detach(), 1e-7)
 
 
 @pytest.mark.parametrize("conditional", ["beta", "scalar", "per point"])
@@ -249,9 +252,9 @@ def test_bound_with_missing_entries_is_the_bound_with_their_terms_dropped(per_ou
     elbo = toy.elbo(objective=None if tighter else VariationalELBO)
     q_x = elbo.model.latents.q()
     if as_mask:
-        value = elbo.at(toy.x[:1], q_x, torch.where(observed, toy.y, 1e6), mask=observed)
+        value = elbo.at(toy.x[:1], q_x, torch.where(observed, toy.y, 1e6), mask=observed).bound
     else:
-        value = elbo.at(toy.x[:1], q_x, torch.where(observed, toy.y, torch.nan))
+        value = elbo.at(toy.x[:1], q_x, torch.where(observed, toy.y, torch.nan)).bound
     expected = dense_objective(
         toy.y, toy.x[0], toy.mean, toy.variance, toy.z, *toy.q, toy.outputscale, toy.lengthscales, toy.noise,
         OPTIMAL if tighter else ONE, observed,
@@ -330,7 +333,7 @@ def test_model_moves_after_construction_prior_included():
     toy = Toy()
     model = toy.model().float()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    value = toy.elbo(model).at(toy.x.float(), model.latents.q(), toy.y.float())
+    value = toy.elbo(model).at(toy.x.float(), model.latents.q(), toy.y.float()).bound
     assert value.dtype == torch.float32
     q_x = toy.model().latents.q()
-    close(value.double(), toy.elbo().at(toy.x, q_x, toy.y), 1e-4)
+    close(value.double(), toy.elbo().at(toy.x, q_x, toy.y).bound, 1e-4)

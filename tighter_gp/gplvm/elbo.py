@@ -132,7 +132,8 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
                 "evaluate it on all rows that it was made for. Latents of other rows are found by infer_latents."
             )
         q_x = self.model.latents.q(index)
-        return self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
+        terms = self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
+        return terms.bound if self.combine_terms else terms
 
     def at(
         self,
@@ -143,18 +144,12 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         mask: Tensor | None = None,
         index: Tensor | None = None,
         **kwargs: Any,
-    ) -> Tensor | LatentELBOTerms:
-        r"""The objective at given draws of the latents; what calling this object does after drawing them.
+    ) -> LatentELBOTerms:
+        r"""The parts of the objective at given draws of the latents.
 
         :param x: Draws, ``S x B x Q``.
         :param q_x: What they were drawn from, batch shape ``B x Q``.
         """
-        terms = self._terms(x, q_x, target, mask, index, **kwargs)
-        return terms.bound if self.combine_terms else terms
-
-    def _terms(
-        self, x: Tensor, q_x: Normal, target: Tensor, mask: Tensor | None, index: Tensor | None, **kwargs: Any
-    ) -> LatentELBOTerms:
         target, observed = as_observed(target, mask, self.model.num_outputs)
         num_samples, num_rows, _ = x.shape
         if target.size(0) != num_rows:
@@ -212,7 +207,7 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
                 q_x = self.model.latents.q(index)
                 x = q_x.sample(torch.Size([num_samples]))
                 seen = None if rows_of_mask is None else rows_of_mask[rows]
-                terms = self._terms(x, q_x, rows_of_y[rows], seen, index, **kwargs)
+                terms = self.at(x, q_x, rows_of_y[rows], mask=seen, index=index, **kwargs)
                 total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
         return total
 

@@ -209,7 +209,7 @@ def _optimise(
         for step in range(num_steps):
             optimizer.param_groups[0]["lr"] = lr * (1 - step / num_steps)
             q_x = latents.q()
-            loss: Any = -elbo.at(q_x.rsample(torch.Size([num_samples])), q_x, targets)  # type: ignore[operator]
+            loss = -elbo.at(q_x.rsample(torch.Size([num_samples])), q_x, targets).bound
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.grad = gradient
             optimizer.step()
