@@ -55,15 +55,6 @@ def trained():
     return model, y
 
 
-def test_training_rows_are_found_again(trained):
-    model, y = trained
-    q_x = model.infer_latents(y[:20], num_steps=150)
-    error = (q_x.mean - model.latents.q().mean[:20]).abs() / model.latents.q().stddev[:20]
-    assert error.median() < 0.5
-    assert q_x.mean.shape == (20, 3)
-    assert not q_x.mean.requires_grad
-
-
 def test_hidden_entries_of_new_rows_are_predicted(trained):
     model, _ = trained
     new = curve(40, 5, seed=3)
@@ -88,13 +79,6 @@ def test_rows_do_not_influence_each_other_and_chunks_do_not_matter(trained):
     tolerance = 0.5 * joint.stddev
     assert bool(((joint.mean[2:3] - alone.mean).abs() < tolerance[2:3]).all())
     assert bool(((joint.mean - chunked.mean).abs() < tolerance).all())
-
-
-def test_a_row_without_any_entry_goes_to_the_prior(trained):
-    model, _ = trained
-    q_x = model.infer_latents(torch.full((2, 5), torch.nan), num_steps=5)
-    close(q_x.mean, 0.0, absolute=1e-6)
-    close(q_x.stddev, 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -10,7 +10,6 @@ from torch.distributions import (
     Categorical,
     Independent,
     Laplace,
-    LogNormal,
     MixtureSameFamily,
     MultivariateNormal,
     Normal,
@@ -51,17 +50,6 @@ def test_gradients_are_sparse_and_equal_the_dense_ones():
         assert not full.is_sparse
         assert sorted(table.coalesce().indices().squeeze(0).tolist()) == [0, 3, 7]
         close(table.to_dense(), full)
-
-
-def test_a_sparse_step_leaves_the_other_rows_alone():
-    latents = VariationalLatents(torch.randn(9, 3))
-    before = latents.mean.detach().clone()
-    optimizer = torch.optim.SparseAdam(latents.parameters(), lr=0.1)
-    rows = torch.tensor([2, 5])
-    latents.kl_divergence(rows).sum().backward()
-    optimizer.step()
-    changed = (latents.mean != before).any(-1).nonzero().flatten()
-    assert changed.tolist() == [2, 5]
 
 
 def test_parameter_groups_cover_every_parameter_once():
@@ -130,13 +118,6 @@ def test_prior_moves_with_its_module_after_construction(prior):
     after = latents.prior.log_prob(torch.zeros(2, 3, dtype=torch.float32))
     assert after.dtype == torch.float32
     close(after.double(), before, 1e-5)
-
-
-def test_prior_moments_are_its_own():
-    latents = VariationalLatents(torch.randn(4, 3), LogNormal(torch.zeros(3), torch.ones(3)))
-    mean, stddev = latents.prior.moments(latents.mean)
-    close(mean, torch.full((3,), 0.5).exp())
-    assert stddev.shape == (3,)
 
 
 def test_scores_are_those_of_the_singular_vectors():

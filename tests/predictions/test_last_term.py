@@ -66,18 +66,6 @@ class Dense:
         return ((1 - m[rows]).unsqueeze(-1) * h**2).sum(0)
 
 
-@pytest.mark.parametrize("noise", [NOISE, torch.linspace(0.02, 0.5, N, dtype=torch.float64)], ids=["one", "fixed"])
-def test_drop_of_a_collapsed_model_is_the_dense_formula(noise):
-    noises, k = torch.as_tensor(noise).expand(N), lambda a, b: dense.matern32(a, b, P.variance, P.lengthscales)
-    q = predict(collapsed(noise))
-    system = torch.linalg.inv(P.Kuu + (P.Kuf / noises) @ P.Kuf.T)
-    cross = k(P.z, X_TEST)
-    mean = 0.3 + cross.T @ system @ P.Kuf @ ((P.y - 0.3) / noises)
-    variance = Dense().test + (cross * (system @ cross)).sum(0)
-    torch.testing.assert_close(q.mean, mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(q.variance, variance, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("last_term", LAST_TERMS)
 def test_collapsed_and_uncollapsed_models_agree_at_the_optimal_q(last_term):
     one, other = predict(collapsed(), last_term, subset=3), predict(sparse(), last_term, subset=3)
@@ -163,23 +151,6 @@ def test_training_points_without_a_target_explain_nothing(last_term, policy):
     assert (reduction > 1e-3).any()
 
 
-@pytest.mark.parametrize("last_term", ["exact", "optimal", "subset"])
-def test_training_points_that_have_no_target_at_all_explain_nothing(last_term):
-    model = CollapsedGP(P.x, torch.full((N,), torch.nan), P.z.clone(), kernel(), make_noise(NOISE), 0.3)
-    with gpytorch.settings.observation_nan_policy("fill"):
-        torch.testing.assert_close(predict(model, last_term).variance, predict(model).variance)
-
-
-def test_the_last_term_needs_the_same_targets_in_every_member_of_a_batch():
-    y = torch.stack([P.y, P.y + 1.0])
-    y[1, 3] = torch.nan
-    model = CollapsedGP(P.x.expand(2, N, -1), y, P.z.clone(), kernel(), make_noise(NOISE))
-    with gpytorch.settings.observation_nan_policy("fill"):
-        assert torch.isfinite(predict(model).variance).all()
-        with pytest.raises(ValueError, match="the same rows in every model of the batch"):
-            predict(model, "exact")
-
-
 def test_a_local_subset_is_the_most_correlated_training_points_of_each_test_point():
     reference = Dense()
     m = NOISE / (NOISE + reference.d)
@@ -205,22 +176,6 @@ def test_no_variance_is_negative_and_none_is_above_drop():
             variance = q.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)  # .variance rounds up
             assert variance.min() >= 0
             assert (variance <= drop + 1e-10).all()
-
-
-def test_inducing_points_on_the_data_make_a_singular_residual_that_is_no_problem():
-    likelihood = make_noise(NOISE)
-    model = make_gp(torch.cat([P.x[:4], P.z]), kernel())
-    tighter_gp.set_optimal_q(model, likelihood, P.x, P.y)
-    x = torch.cat([P.x, P.x[:3]])  # training points twice: D has rows of zeros and rows that repeat
-    variances = {
-        last_term: tighter_gp.predict(
-            model, X_TEST, last_term, subset=6, **for_last_term(last_term, likelihood=likelihood, train_x=x)
-        ).variance
-        for last_term in ("drop", "exact", "optimal", "subset")
-    }
-    for variance in variances.values():
-        assert torch.isfinite(variance).all()
-        assert (variance <= variances["drop"] + 1e-10).all()
 
 
 BATCH = torch.Size([3])
@@ -256,10 +211,6 @@ def test_a_batch_of_gps_predicts_as_its_members(last_term, own_points, subset):
         torch.testing.assert_close(together.variance[i], alone.variance, rtol=1e-8, atol=1e-10)
 
 
-class Plain(gpytorch.kernels.RBFKernel):
-    """Not lowered."""
-
-
 def large_kernel(base=gpytorch.kernels.RBFKernel):
     """Rounding in float32 is larger than the noise."""
     scaled = gpytorch.kernels.ScaleKernel(base())
@@ -267,18 +218,8 @@ def large_kernel(base=gpytorch.kernels.RBFKernel):
     return scaled
 
 
-def large_solve_gp():
-    distributions = [Q_FORMS["cholesky"](3), Q_FORMS["cholesky"](2)]
-    make = lambda model: tighter_gp.SolveGPVariationalStrategy(
-        model, P.z[:3], P.z[3:5], *distributions, jitter_val=1e-4
-    )
-    return GP(make, large_kernel())
-
-
 LARGE = {
     "svgp": lambda: make_gp(P.z, large_kernel(), jitter_val=1e-4),
-    "svgp, kernel not lowered": lambda: make_gp(P.z, large_kernel(Plain), jitter_val=1e-4),
-    "solve-gp": large_solve_gp,
     "collapsed": lambda: CollapsedGP(P.x, 1e3 * P.y, P.z.clone(), large_kernel(), make_noise(1e-2)),
     "chunked": lambda: tighter_gp.CollapsedGP(P.x, 1e3 * P.y, P.z, large_kernel(), make_noise(1e-2)),
 }
@@ -301,19 +242,6 @@ def test_a_large_outputscale_in_float32_is_predicted_as_in_float64(name, last_te
     assert narrow.mean.dtype == narrow.variance.dtype == torch.float32
     torch.testing.assert_close(narrow.mean.double(), wide.mean, rtol=1e-4, atol=1e-1)
     torch.testing.assert_close(narrow.variance.double(), wide.variance, rtol=1e-4, atol=0.0)
-
-
-@pytest.mark.parametrize("make", [sparse, collapsed])
-@pytest.mark.parametrize("training", [True, False])
-def test_predicting_leaves_the_model_as_it_was(make, training):
-    model = make().train(training)
-    model.mean_module.train(not training)
-    modes, before = [module.training for module in model.modules()], state(model)
-    q = predict(model, "exact")
-    assert [module.training for module in model.modules()] == modes
-    assert_state(model, before)
-    assert not q.mean.requires_grad
-    assert not q.variance.requires_grad
 
 
 BAD_CALLS = {

@@ -174,18 +174,6 @@ def test_noise_much_smaller_or_larger_than_the_variance_of_f(noise):
     close(quantile, stats.norm(MEAN, np.sqrt(VARIANCE + noise)).ppf(0.9), rtol=1e-4, atol=1e-6)
 
 
-def test_large_counts():
-    """p(y|f) is a hundred times narrower than q(f)."""
-    mean, stddev, count = 9.0, 1.0, 12_345
-    f = np.linspace(mean - 12, mean + 12, 4_000_001)
-    weight = stats.norm(mean, stddev).pdf(f) * (f[1] - f[0])
-    y = tighter_gp.PredictiveDistribution(PoissonLikelihood(), q_of([mean], [stddev**2]))
-    close(y.log_prob(torch.tensor([count])), np.log((weight * stats.poisson(np.exp(f)).pmf(count)).sum()), rtol=1e-8)
-    quantile = int(y.quantile(0.975))
-    below = lambda k: (weight * stats.poisson(np.exp(f)).cdf(k)).sum()
-    assert below(quantile - 2) < 0.975 <= below(quantile + 2)
-
-
 def test_missing_targets_give_nan_and_leave_the_others_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -264,12 +252,6 @@ def test_softmax_of_correlated_functions(mixing, num_points):
         y.log_prob(labels + num_classes)
 
 
-class Exponential(likelihoods.likelihood._OneDimensionalLikelihood):
-    def forward(self, function_samples, exposure=None, **kwargs):
-        rate = torch.exp(-function_samples)
-        return torch.distributions.Exponential(rate if exposure is None else rate / exposure)
-
-
 class Gumbel(likelihoods.likelihood._OneDimensionalLikelihood):
     """Without a distribution function."""
 
@@ -285,18 +267,6 @@ class Heteroscedastic(likelihoods.Likelihood):
 
     def forward(self, function_samples, **kwargs):
         return torch.distributions.Normal(function_samples[..., 0], function_samples[..., 1].exp())
-
-
-def test_own_likelihood_with_an_argument_per_point():
-    exposure = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    y = tighter_gp.PredictiveDistribution(Exponential(), q_of(), batch_size=2, exposure=exposure)
-    close(y.mean, exposure.numpy() * np.exp(MEAN + VARIANCE / 2))
-    below = [
-        (WEIGHT * stats.expon(scale=e * np.exp(m + math.sqrt(v) * GRID)).cdf(value)).sum()
-        for m, v, e, value in zip(MEAN, VARIANCE, exposure.numpy(), y.quantile(0.3).numpy(), strict=True)
-    ]
-    close(below, 0.3, rtol=1e-6)
-    assert (y.log_prob(-torch.ones(5)) == -torch.inf).all()  # outside the support
 
 
 class Trials(likelihoods.Likelihood):
