@@ -29,14 +29,12 @@ class TrainingData(NamedTuple):
     :param observed: Which targets there are, shaped like the targets; None if all.
     :param noise: Noise variances, shaped like the targets.
     :param bound: Name of the bound.
-    :param labels: Blocks of the points, if the bound has them.
     """
 
     x: Tensor
     observed: Tensor | None
     noise: Tensor
     bound: str
-    labels: Tensor | None
 
 
 class Posterior(NamedTuple):
@@ -47,6 +45,7 @@ class Posterior(NamedTuple):
     :param jitter: What the model's own predictive variance has on top of the formula's.
     :param strategy: The strategy, of an uncollapsed model.
     :param training: The data, of a collapsed model.
+    :param labels: The model's own blocks, if it has any.
     """
 
     projector: Projector
@@ -54,10 +53,14 @@ class Posterior(NamedTuple):
     jitter: float = 0.0
     strategy: TighterStrategy | None = None
     training: TrainingData | None = None
+    labels: Tensor | None = None
 
     def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at inputs ``... x B x D``."""
-        check_dims(x.shape, self.num_dims)
+        like = (
+            self.projector.points if self.training is None else self.training.x
+        )  # a feature extractor may lie between
+        check_dims(x.shape, like.size(-1))
         return self.moments(self.projector(x))
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
@@ -65,21 +68,6 @@ class Posterior(NamedTuple):
         q = self.q.to(points.matrix.dtype)
         mean = points.mean + projected_mean(points.matrix, q)
         return mean, explained_variance(points.matrix, q) + points.residual + self.jitter
-
-    @property
-    def num_dims(self) -> int:
-        """Number of input dimensions."""
-        if self.training is not None:
-            return self.training.x.size(-1)
-        assert self.strategy is not None
-        return self.strategy.inducing_points.size(-1)
-
-    @property
-    def labels(self) -> Tensor | None:
-        """The model's own blocks, if it has any."""
-        if self.training is not None:
-            return self.training.labels
-        return getattr(getattr(self.strategy, "conditional", None), "labels", None)
 
 
 def gathered(
@@ -137,18 +125,17 @@ def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
     """
     if isinstance(model, CollapsedGP):
         projector, q = model.posterior(precision)
-        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name, None)
-        return Posterior(projector, q, training=training)
+        return Posterior(projector, q, training=TrainingData(model.train_x, None, model.train_noise, model.bound_name))
     if isinstance(model, ExactGP):
         projector, kernel = exact_gp_projector(model, precision), model.covar_module
         (x,), y = model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        core = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).collapse()
-        seen = observed(model.likelihood, y, y.shape[-1:])
-        training = TrainingData(x, seen, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
-        return Posterior(projector, Whitened(core.weights, core.root), training=training)
+        q = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).best_q()
+        training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
+        return Posterior(projector, q, training=training, labels=getattr(kernel.blocks, "labels", None))
     strategy = tighter_strategy(model)
-    return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy)
+    labels = getattr(strategy.conditional, "labels", None)
+    return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy, labels=labels)
 
 
 def tighter_copy(model: ApproximateGP) -> ApproximateGP:

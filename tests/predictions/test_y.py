@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import gpytorch
 import numpy as np
 import pytest
 import torch
@@ -561,6 +562,18 @@ REFUSED = {
     "probs": (lambda y: y.probs, TypeError, "no probs"),
     "covariance": (lambda y: y.covariance, TypeError, "several tasks"),
     "list": (lambda y: tighter_gp.log_density(likelihoods.LikelihoodList(beta()), q_of(), MEAN), TypeError, "several models"),
+    "dspp": (
+        lambda y: tighter_gp.predict_y(gpytorch.models.deep_gps.dspp.DSPP(3), make_noise(0.1), torch.rand(3, 2)),
+        TypeError,
+        "weights of their own",
+    ),
+    "dirichlet": (
+        lambda y: tighter_gp.log_density(
+            likelihoods.DirichletClassificationLikelihood(torch.tensor([0, 1]), dtype=torch.float64), q_of(), MEAN
+        ),
+        TypeError,
+        "Dirichlet labels",
+    ),
     "no noise": (lambda y: tighter_gp.PredictiveDistribution(fixed(), q_of()), ValueError, "pass noise="),
     "no tasks": (lambda y: tighter_gp.PredictiveDistribution(hadamard(), q_of()), ValueError, "pass tasks="),
     "length": (

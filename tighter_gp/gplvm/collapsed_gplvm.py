@@ -145,12 +145,10 @@ class CollapsedBayesianGPLVM(Module):
     def forward(self) -> Tensor:
         """The bound per datum, nats per row summed over its outputs, and the log density of priors over their number."""
         problem, kl = self.problem(), self.latents.kl_divergence().sum()
-        if self.bound == "titsias":
-            value = titsias_bound(problem, kl=kl)
-        elif self.bound == "constant":
-            value = constant_scale_bound(problem, kl=kl)
-        else:
+        if self.bound == "tighter":
             value = tighter_bound(problem, self.nodes, self.weights, kl=kl)
+        else:
+            value = {"titsias": titsias_bound, "constant": constant_scale_bound}[self.bound](problem, kl=kl)
         return (value + log_prior(self)) / self.targets.size(0)
 
     @torch.no_grad()

@@ -107,6 +107,10 @@ def add_noise(likelihood: Any, f: Marginals, inputs: Tensor | None = None, **giv
     :param given: ``noise=``, a variance per point or one for all; ``tasks=``, the task of each point.
     """
     shape = f.mean.shape
+    if isinstance(likelihood, likelihoods.DirichletClassificationLikelihood):
+        raise TypeError(
+            "Gaussian noise on Dirichlet labels is no class: take the softmax of draws from predict's q(f)."
+        )
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
         matrix = likelihood._shaped_noise_covar(torch.Size([*shape[:-2], 1, shape[-1]])).to_dense()
         return _add_matrix(f, matrix.unsqueeze(-3), has_covariance=getattr(likelihood, "rank", 0) > 0)

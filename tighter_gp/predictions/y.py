@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.models.deep_gps import DeepGP
+from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
 from ..data import Rows, as_tensor, input_rows, num_rows
@@ -69,6 +70,10 @@ def predict_y(
         if np.ndim(value) and np.shape(value)[-1] != num_rows(x):
             raise ValueError(f"{name}= must have one value per point, {num_rows(x)}; got {tuple(np.shape(value))}.")
     is_deep = isinstance(model, DeepGP)
+    if isinstance(model, DSPP):
+        raise TypeError(
+            "The nodes of a DSPP have weights of their own, which predict_y does not know; use its likelihood."
+        )
     f = f_at(model, x, batch_size=batch_size, num_samples=(num_samples or 64) if is_deep else None, seed=seed)
     return PredictiveDistribution(
         likelihood,
