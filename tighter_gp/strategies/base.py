@@ -107,7 +107,7 @@ class TighterStrategy(VariationalStrategy):
         """After q(u) was set by hand: GPyTorch must not overwrite it at the first call."""
         self.variational_params_initialized.fill_(1)
 
-    def _initialize(self) -> None:
+    def start_from_prior(self) -> None:
         """Start q(u) from the prior at the first call, unless it was set by hand."""
         if self._has_q:
             return
@@ -189,7 +189,7 @@ class TighterStrategy(VariationalStrategy):
                 f"Inputs must have shape ... x N x {self.inducing_points.size(-1)} like the inducing points; "
                 f"got {tuple(x.shape)}.{hint}"
             )
-        self._initialize()
+        self.start_from_prior()
         with full_precision(x.device.type):
             return self.forward(x, projection=projection, index=index, diag=diag, **kwargs)
 
@@ -236,7 +236,7 @@ class TighterStrategy(VariationalStrategy):
 
     def amortized_exact_gp(self, mean_module: Any = None, covar_module: Any = None) -> FantasyGP:
         """An exact GP with the same q(f), at the parameters of the moment."""
-        self._initialize()
+        self.start_from_prior()
         return fantasy_gp(self, mean_module, covar_module)
 
     def get_fantasy_model(

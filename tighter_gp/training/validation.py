@@ -28,7 +28,6 @@ from ..likelihoods.properties import has_one_function, is_gaussian, observed
 from ..likelihoods.targets import check_arguments, check_targets
 from ..modes import chunks, temporary_mode
 from ..predictions import log_density, predict
-from ..predictions.observations import mixture_weights
 from ..strategies import TighterStrategy
 
 
@@ -125,8 +124,7 @@ def score(model: Any, likelihood: Likelihood, held_out: HeldOut, batch_size: int
             _check_shape(held_out, y, q)
             density = log_density(likelihood, q, y, **kwargs).double()
             if isinstance(model, DeepGP):
-                log_weights = mixture_weights(model, density).to(density).log()
-                density = torch.logsumexp(density + log_weights.reshape(-1, *(1 for _ in density.shape[1:])), dim=0)
+                density = torch.logsumexp(density, dim=0) - math.log(len(density))
             seen = ~torch.isnan(y)
             if _has_tasks(y, q):
                 if density.shape[-2:] == y.shape[-2:]:  # a log_marginal of the user's own, for each task
