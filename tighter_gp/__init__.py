@@ -15,7 +15,6 @@ from . import (
     training,
 )
 from .collapsed import CollapsedGP, collapsed_bound
-from .compiled import CompiledStep
 from .conditionals import Blocks, PerPoint, blocks
 from .diagnostics import Diagnosis, diagnose
 from .export import ExportedPredictor, export_predictor
@@ -25,7 +24,7 @@ from .maths import bounds, linalg, moments
 from .mlls import TighterELBO
 from .predictions import PredictiveDistribution, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
-from .training import fit, initialize
+from .training import Recipe, fit, initialize
 
 # Modules that users import by name from the top of the package, wherever they live in it.
 for _module in (blocks, bounds, linalg, moments):
@@ -36,11 +35,11 @@ __version__ = "0.3.0"
 __all__ = [
     "Blocks",
     "CollapsedGP",
-    "CompiledStep",
     "Diagnosis",
     "ExportedPredictor",
     "PerPoint",
     "PredictiveDistribution",
+    "Recipe",
     "SolveGPVariationalStrategy",
     "TighterELBO",
     "TighterInducingPointKernel",

@@ -24,13 +24,14 @@ from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..likelihoods.slopes import expected_slopes
+from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from ..posterior import gathered, has_own_call
 from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
-from .constraints import enforced_constraints
 from .lbfgs import FullBatchLBFGS
+from .problem import gp_of
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -107,7 +108,7 @@ def _from_data(
     rows = used.sort().values
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
-    check_finite("y", given, likelihood)
+    check_targets(likelihood, given, "values of y")
     if has_own_call(model):
         return
     for holder in holders:
@@ -234,34 +235,17 @@ def _train_hyperparameters(
     parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]
     if not parameters:
         return math.inf
-    with enforced_constraints(gp):
-        return _improve(gp, parameters, iterations)
-
-
-def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> float:
-    """Some iterations of L-BFGS, or none where one fails; the loss at their end."""
     before = [parameter.detach().clone() for parameter in parameters]
-
-    def evaluate() -> Tensor:
-        loss = -gp.bound() / len(gp.train_y)
-        loss.backward()
-        return loss
-
-    lbfgs = FullBatchLBFGS(parameters, evaluate, NUMERICAL_ERRORS)
+    lbfgs = FullBatchLBFGS(parameters, lambda: -gp.bound() / len(y))
     try:
         for _ in range(iterations):
-            _, moved = lbfgs.step()
-            if not moved:
+            if not lbfgs.step():
                 break
     except (*NUMERICAL_ERRORS, FloatingPointError) as error:
         log.warning("the hyperparameters stay as they were: %s", error)
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
-                parameter.copy_(value)
+            torch._foreach_copy_(parameters, before)
         return math.inf
-    finally:
-        for parameter in gp.parameters():
-            parameter.grad = None
     return lbfgs.loss
 
 

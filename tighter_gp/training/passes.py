@@ -1,0 +1,50 @@
+"""How a step evaluates a model: once with what q(f) was made of, and again at another q(u) from the same projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gpytorch.distributions import MultivariateNormal
+from torch import Tensor
+
+from ..recording import Record, recorded_projections
+from .batches import Batch
+from .problem import Problem
+
+
+class Origin(NamedTuple):
+    strategy: Any
+    matrix: Tensor
+    mean: Tensor
+    explained: Tensor
+    prior_mean: Tensor
+    record: Any
+
+
+def project(problem: Problem, batch: Batch) -> Origin:
+    strategy = problem.gp.variational_strategy
+    strategy._initialize(batch.x)
+    projector = strategy.projector(lower=True)
+    prior, chol = projector.factorized(batch.x)
+    from ..maths.linalg import project as solve
+    import torch
+
+    with torch.no_grad():
+        matrix = solve(chol, prior.cross_covar)
+    record = Record(strategy, matrix, prior.mean, prior.mean, (projector, prior, chol))
+    return Origin(strategy, matrix, None, None, prior.mean, record)
+
+
+def pass_with_origins(problem: Problem, batch: Batch) -> tuple[MultivariateNormal, list[Origin]]:
+    with recorded_projections() as records:
+        q = problem.q(batch)
+    return q, [Origin(r.strategy, r.projection, r.mean, r.explained, None, r) for r in records]
+
+
+def second_pass(problem: Problem, batch: Batch, origins: Sequence[Origin]) -> MultivariateNormal:
+    for strategy in problem.model.modules():
+        if hasattr(strategy, "_q_cache"):
+            strategy._q_cache.clear()
+    with recorded_projections(replay=[origin.record for origin in origins]):
+        return problem.q(batch)
