@@ -54,10 +54,19 @@ class _Body(torch.nn.Module):
         self.num_data, self.seed = problem.num_data, problem.seed
 
     def forward(self, batch: Batch, natural: Sequence[Natural], size: Tensor, leaves: Sequence[Tensor]) -> Any:
-        problem = Problem(self.parts_in["model"], self.parts_in["likelihood"], self.objective, self.num_data, self.seed)
+        problem = self._problem()
         parts = [] if not natural else parts_of(problem.model)
         result = self.body(problem, parts, natural, batch, size, leaves)
         return result, [parameter for part in parts for parameter in part.parameters()]
+
+
+    @torch.no_grad()
+    def warm_up(self, batch: Batch) -> None:
+        """Strategies read the flags of their first call once."""
+        self._problem().loss(batch)
+
+    def _problem(self) -> Problem:
+        return Problem(self.parts_in["model"], self.parts_in["likelihood"], self.objective, self.num_data, self.seed)
 
 
 class Captured:
@@ -117,6 +126,7 @@ class Captured:
         inputs: list[Tensor],
     ) -> Graph | None:
         private = copy.deepcopy(self.module)
+        private.warm_up(batch)
         shapes = {name: (value.shape, id(value) in self.in_q) for name, value in values.items()}
 
         def step(*inputs: Tensor) -> list[Tensor]:
@@ -145,6 +155,7 @@ class Captured:
                 warnings.simplefilter("ignore")
                 return _compiled(make_fx(step)(*inputs), inputs)
         except Exception as error:
+            log.debug("", exc_info=True)
             log.info("steps are not compiled: %s", first_line(error))
             return None
 

@@ -124,9 +124,12 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
 
 def describe(modules: Mapping[str, torch.nn.Module]) -> list[str]:
     """Classes of all modules with their numbers, such as ``kernel.nu``, to tell one model from another."""
-    found = []
+    found, seen = [], set()
     for prefix, module in modules.items():
         for path, child in module.named_modules(prefix=prefix):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
             kinds = (bool, int, float, str)
             own = {n: v for n, v in vars(child).items() if isinstance(v, kinds) and n != "training" and n[0] != "_"}
             found.append(f"{path}: {type(child).__name__} {own or ''}".strip())

@@ -55,8 +55,8 @@ _FORMER = {
     "compile": "recipe=tighter_gp.Recipe(compile=...)",
     "max_failures": "recipe=tighter_gp.Recipe(max_failures=...)",
     "optimizer": "nothing: collapsed models take L-BFGS, all others Adam",
-    "validate_every": "nothing: after every epoch, or fiftieth of the run",
-    "checkpoint_every": "nothing: after every epoch, and at least 100 steps",
+    "validate_every": "recipe=tighter_gp.Recipe(validate_every=...)",
+    "checkpoint_every": "recipe=tighter_gp.Recipe(checkpoint_every=...)",
 }
 
 log = logging.getLogger("tighter_gp")
@@ -118,11 +118,11 @@ def fit(
     :param lr: Learning rate of Adam, in place of the recipe's.
     :param recipe: Step sizes, schedule and compilation, see :class:`~tighter_gp.Recipe`.
     :param validation: Held-out ``(x, y)`` or ``(x, y, {"noise": noise})``, whose mean negative log predictive density goes to the
-        history, every epoch or fiftieth of the run.
+        history, see ``validate_every`` of the recipe.
     :param patience: After this many validations without a better one the run comes to its end: the learning rate falls over
         as many steps as have been taken. It ends with the parameters of the best validation.
-    :param checkpoint: File to keep the state of the run in, at any moment whole; written every epoch, every hundred steps where
-        epochs are shorter, at the end, and at Ctrl-C.
+    :param checkpoint: File to keep the state of the run in, at any moment whole; see ``checkpoint_every`` of the recipe. It is
+        also written at the end, and at Ctrl-C.
     :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
         number of steps. A run that has ended stays ended.
     :param seed: Seed of all that is random.
@@ -176,7 +176,7 @@ def fit(
             "seed": seed,
             "num_data": source.num_data,
             "batch_size": batch_size,
-            "recipe": str(replace(recipe, schedule=_described(recipe.schedule))),
+            "recipe": str(replace(recipe, schedule=_described(recipe.schedule), validate_every=None, checkpoint_every=None)),
             "data": fingerprint.hex(),
             "arguments": sorted(kwargs),
             "parameters": [f"{name} {tuple(p.shape)}" for name, p in problem.parameters.items()],
@@ -187,11 +187,11 @@ def fit(
         plan = Plan(
             total=steps,
             validation=held_out,
-            validate_every=max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
+            validate_every=recipe.validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
             patience=patience,
             falls=not collapsed and recipe.schedule != "constant",
             checkpoint=checkpoint,
-            checkpoint_every=max(_FEWEST_STEPS, source.steps_per_epoch),
+            checkpoint_every=recipe.checkpoint_every or max(_FEWEST_STEPS, source.steps_per_epoch),
             resume=resume,
             callbacks=callbacks,
             config=config,
@@ -324,6 +324,7 @@ def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tupl
         if given is None:
             continue
         values = Rows(given, like, is_input=name == "x", name=name)[:].to(own[name].dtype)
+        check_finite(name, values) if name == "x" else check_targets(likelihood, values, "values of y")
         if not torch.equal(torch.nan_to_num(values), torch.nan_to_num(own[name])):
             raise ValueError(
                 f"{name} is not what the model was built with, and {type(model).__name__} trains on its own data: leave {name} "

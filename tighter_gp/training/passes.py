@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from ..recording import Record, recorded_projections
@@ -36,15 +35,15 @@ def project(problem: Problem, batch: Batch) -> Origin:
     return Origin(strategy, matrix, None, None, prior.mean, record)
 
 
-def pass_with_origins(problem: Problem, batch: Batch) -> tuple[MultivariateNormal, list[Origin]]:
+def first_pass(problem: Problem, batch: Batch) -> tuple[Tensor, list[Origin]]:
     with recorded_projections() as records:
-        q = problem.q(batch)
-    return q, [Origin(r.strategy, r.projection, r.mean, r.explained, None, r) for r in records]
+        loss = problem.loss(batch)
+    return loss, [Origin(r.strategy, r.projection, r.mean, r.explained, None, r) for r in records]
 
 
-def second_pass(problem: Problem, batch: Batch, origins: Sequence[Origin]) -> MultivariateNormal:
+def second_pass(problem: Problem, batch: Batch, origins: Sequence[Origin]) -> Tensor:
     for strategy in problem.model.modules():
         if hasattr(strategy, "_q_cache"):
             strategy._q_cache.clear()
     with recorded_projections(replay=[origin.record for origin in origins]):
-        return problem.q(batch)
+        return problem.loss(batch)

@@ -42,6 +42,8 @@ class Recipe:
         to a hundredth, or a function of the fraction of the run that is done. It returns a factor on the learning rates.
     :param compile: Whether steps are compiled: True, False, or by default on a CPU for runs that are long enough.
     :param max_failures: Failed steps in a row after which the error is raised.
+    :param validate_every: Steps between validations; default an epoch, or a fiftieth of the run where that is longer.
+    :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100.
 
     Example:
         >>> recipe = tighter_gp.Recipe()
@@ -62,16 +64,18 @@ class Recipe:
     schedule: str | Callable[[float], float] | None = None
     compile: bool | str = "auto"
     max_failures: int = 10
+    validate_every: int | None = None
+    checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "natural", "natural_full", "inducing_lr", "other_lr"):
             value = getattr(self, name)
             if value is None:
                 continue
-            lowest = 0.0 if name == "natural" else math.ulp(0.0)
-            highest = 1.0 if name.startswith("natural") else math.inf
-            if not isinstance(value, numbers.Real) or not lowest <= value <= highest or math.isinf(value):
-                raise ValueError(f"{name} must be a number above 0, and of natural steps at most 1; got {value!r}.")
+            if not isinstance(value, numbers.Real) or not (0 < value < math.inf or (name == "natural" and value == 0)):
+                raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+            if name.startswith("natural") and value > 1:
+                raise ValueError(f"{name} is the size of a step, at most 1; got {value!r}.")
             object.__setattr__(self, name, float(value))
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; got {self.compile!r}.")

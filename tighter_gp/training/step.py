@@ -21,7 +21,7 @@ from . import distributed, optimizer
 from .batches import Batch
 from .capture import Captured
 from .natural import Natural, Part, Size, Slopes, parts_of
-from .passes import Origin, pass_with_origins, project, second_pass
+from .passes import Origin, first_pass, project, second_pass
 from .problem import Problem
 from .recipe import Recipe
 
@@ -119,16 +119,16 @@ def body(
         slopes = [_gaussian_slopes(problem, parts, natural, batch, projection)]
         natural, ok = _move(parts, natural, slopes, size, None, reduce)
         with _frozen(parts):
-            loss = first = problem.loss_of(second_pass(problem, batch, [projection]), batch)
+            loss = first = second_pass(problem, batch, [projection])
     else:
-        q, origins = pass_with_origins(problem, batch)
-        first = problem.loss_of(q, batch)
+        first, origins = first_pass(problem, batch)
         slopes = _slopes(problem, first, origins)
         natural, ok = _move(parts, natural, slopes, size, reach(problem, batch), reduce)
         with _frozen(parts):
-            loss = problem.loss_of(second_pass(problem, batch, origins), batch)
+            loss = second_pass(problem, batch, origins)
         ok = [*ok, torch.isfinite(loss.detach())]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     return Result(first.detach(), gradients, list(natural), ok)
 
 
