@@ -28,6 +28,7 @@ from ..likelihoods.properties import is_sampled
 from ..maths.linalg import full_precision
 from . import distributed
 from .batches import Batch
+from .body import body
 from .natural import Natural, Part, parts_of
 from .problem import Problem
 
@@ -46,19 +47,17 @@ _OPTIONS = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False, "cpp.vec
 class _Body(torch.nn.Module):
     """The body of a step as a module, so that parameters and buffers can be given as arguments."""
 
-    def __init__(self, problem: Problem, body: Callable[..., Any]) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__()
-        # Attributes that a copy of this module keeps together.
-        self.parts_in, self.body = torch.nn.ModuleDict(problem.modules), body
+        self.parts_in = torch.nn.ModuleDict(problem.modules)
         self.objective = problem.objective
         self.num_data, self.seed = problem.num_data, problem.seed
 
     def forward(self, batch: Batch, natural: Sequence[Natural], size: Tensor, leaves: Sequence[Tensor]) -> Any:
         problem = self._problem()
         parts = [] if not natural else parts_of(problem.model)
-        result = self.body(problem, parts, natural, batch, size, leaves)
+        result = body(problem, parts, natural, batch, size, leaves)
         return result, [parameter for part in parts for parameter in part.parameters()]
-
 
     @torch.no_grad()
     def warm_up(self, batch: Batch) -> None:
@@ -73,15 +72,12 @@ class Captured:
     """Compiled graphs of a step, one per shape of batch.
 
     :param problem: What is trained.
-    :param body: The body of a step.
     :param parts: What natural gradients move.
     :param leaves: Names of the parameters whose gradients are wanted.
     """
 
-    def __init__(
-        self, problem: Problem, body: Callable[..., Any], parts: Sequence[Part], leaves: Sequence[str]
-    ) -> None:
-        self.problem, self.module = problem, _Body(problem, body)
+    def __init__(self, problem: Problem, parts: Sequence[Part], leaves: Sequence[str]) -> None:
+        self.problem, self.module = problem, _Body(problem)
         self.leaves = [f"parts_in.{name}" for name in leaves]
         self.in_q = {id(parameter) for part in parts for parameter in part.parameters()}
         self.graphs: dict[Any, Graph | None] = {}
@@ -146,12 +142,19 @@ class Captured:
             leaves = [own[name] for name in self.leaves]
             with torch.enable_grad(), deferred_checks(asks_precision=True) as passed:
                 result, written = functional_call(private, own, (*arguments, leaves))
-            flags = torch.stack([flag.reshape(()).bool() for flag in (*passed, *result.ok)] or [result.loss == result.loss])
+            flags = torch.stack(
+                [flag.reshape(()).bool() for flag in (*passed, *result.ok)] or [result.loss == result.loss]
+            )
             state = [tensor for q in result.natural for tensor in q]
             return [t.detach() for t in (result.loss, flags.all(), *result.gradients, *state, *written)]
 
         try:
-            with warnings.catch_warnings(), torch.no_grad(), full_precision(self.problem.device.type), _trusted(private):
+            with (
+                warnings.catch_warnings(),
+                torch.no_grad(),
+                full_precision(self.problem.device.type),
+                _trusted(private),
+            ):
                 warnings.simplefilter("ignore")
                 return _compiled(make_fx(step)(*inputs), inputs)
         except Exception as error:

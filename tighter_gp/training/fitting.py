@@ -176,7 +176,9 @@ def fit(
             "seed": seed,
             "num_data": source.num_data,
             "batch_size": batch_size,
-            "recipe": str(replace(recipe, schedule=_described(recipe.schedule), validate_every=None, checkpoint_every=None)),
+            "recipe": str(
+                replace(recipe, schedule=_described(recipe.schedule), validate_every=None, checkpoint_every=None)
+            ),
             "data": fingerprint.hex(),
             "arguments": sorted(kwargs),
             "parameters": [f"{name} {tuple(p.shape)}" for name, p in problem.parameters.items()],

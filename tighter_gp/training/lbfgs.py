@@ -45,7 +45,12 @@ class FullBatchLBFGS:
     def __init__(self, parameters: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> None:
         self.parameters, self.evaluate = list(parameters), evaluate
         self.optimizer = torch.optim.LBFGS(
-            self.parameters, max_iter=1, max_eval=26, history_size=20, line_search_fn="strong_wolfe", tolerance_change=0.0
+            self.parameters,
+            max_iter=1,
+            max_eval=26,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+            tolerance_change=0.0,
         )
         self.loss = math.inf
         self.known: list[Evaluation] = []

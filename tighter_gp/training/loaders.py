@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import SubsetRandomSampler
 
 from ..checks import check_range
 from ..data import check_array, move, signed
@@ -43,7 +44,7 @@ class LoaderBatches:
         limits: Sequence[tuple[int, str]] = (),
     ) -> None:
         try:
-            self.num_data = len(loader.dataset) if num_data is None else num_data
+            self.num_data = _num_data(loader) if num_data is None else num_data
         except TypeError:
             raise TypeError("The dataset has no length: pass the number of training points, num_data=.") from None
         per_process = _batch_size(loader)
@@ -133,3 +134,9 @@ def _batch_size(loader: Any) -> int:
     """Rows per batch of one process; 0 where the loader does not say."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None) or 0
+
+
+def _num_data(loader: Any) -> int:
+    """Length of the dataset, or of the part of it that a split visits."""
+    sampler = getattr(loader, "sampler", None)
+    return len(sampler) if isinstance(sampler, SubsetRandomSampler) else len(loader.dataset)

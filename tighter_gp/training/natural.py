@@ -83,9 +83,7 @@ class Part:
     :param num_coupled: How many parts share the data: each takes the others for fixed, so a mean moves by :math:`1/K` at most.
     """
 
-    def __init__(
-        self, strategy: Any, distributions: tuple[Any, ...], rows: slice, num_coupled: int
-    ) -> None:
+    def __init__(self, strategy: Any, distributions: tuple[Any, ...], rows: slice, num_coupled: int) -> None:
         self.strategy, self.distributions, self.rows, self.num_coupled = strategy, distributions, rows, num_coupled
         self.is_mean_field = isinstance(distributions[0], MeanFieldVariationalDistribution)
         self.within = spans(distribution.num_inducing_points for distribution in distributions)

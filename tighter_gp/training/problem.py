@@ -41,7 +41,9 @@ def reference(model: Any, likelihood: Any) -> Tensor:
     """A parameter whose dtype and device the data take."""
     like = first_parameter(model, likelihood)
     if like.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float().")
+        raise TypeError(
+            f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float()."
+        )
     check_device(likelihood, like.device, "The likelihood is")
     return like
 

@@ -133,5 +133,7 @@ class Recipe:
         schedule = _SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         factor = float(schedule(done))
         if not 0 <= factor < math.inf:
-            raise ValueError(f"schedule must return a factor that is finite and at least 0; at {done:g} it is {factor}.")
+            raise ValueError(
+                f"schedule must return a factor that is finite and at least 0; at {done:g} it is {factor}."
+            )
         return factor

@@ -214,7 +214,11 @@ class Run:
             if distributed.total(failed, problem.device):
                 return
             distributed.share_state(problem.modules.values())
-            if batch.x is not None and hasattr(problem.gp, "variational_strategy") and not isinstance(problem.gp, DeepGP):
+            if (
+                batch.x is not None
+                and hasattr(problem.gp, "variational_strategy")
+                and not isinstance(problem.gp, DeepGP)
+            ):
                 average = partial(distributed.weighted_sum, weight=batch.weight)
                 start_beta(problem.gp, problem.likelihood, problem.q(batch), batch.y, average=average, **batch.kwargs)
 
