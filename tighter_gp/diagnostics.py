@@ -17,8 +17,8 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from .blocks import partition
 from .checks import check_device
-from .conditionals.blocks import partition
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound, per_point
 from .likelihoods.properties import gaussian_noise

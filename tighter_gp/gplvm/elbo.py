@@ -160,31 +160,47 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         *,
         mask: Tensor | None = None,
         index: Tensor | None = None,
+        q_f: MultivariateNormal | None = None,
         **kwargs: Any,
     ) -> Tensor | LatentELBOTerms:
         r"""The objective at given draws of the latents; what calling this object does after drawing them.
 
         :param x: Draws, ``S x B x Q``.
         :param q_x: What they were drawn from, batch shape ``B x Q``.
+        :param q_f: What :meth:`q_f` returned for them, if it is known.
         """
-        terms = self._terms(x, q_x, target, mask, index, **kwargs)
+        terms = self._terms(x, q_x, target, mask, index, q_f, **kwargs)
         return terms.bound if self.combine_terms else terms
 
+    def q_f(self, x: Tensor, index: Tensor | None, **options: Any) -> MultivariateNormal:
+        """q(f) at draws of the latents, ``S x B x Q``: the samples of a row are further points of one GP.
+
+        :param index: The rows of the data, ``B``; None for all.
+        :param options: Passed to the strategy.
+        """
+        num_samples, num_rows, latent_dim = x.shape
+        if isinstance(getattr(self.model.variational_strategy, "conditional", None), PerPoint):
+            rows = torch.arange(num_rows, device=x.device) if index is None else index
+            options["index"] = rows.repeat(num_samples)
+        return self.model(x.reshape(num_samples * num_rows, latent_dim), **options)
+
     def _terms(
-        self, x: Tensor, q_x: Normal, target: Tensor, mask: Tensor | None, index: Tensor | None, **kwargs: Any
+        self,
+        x: Tensor,
+        q_x: Normal,
+        target: Tensor,
+        mask: Tensor | None,
+        index: Tensor | None,
+        q_f: MultivariateNormal | None = None,
+        **kwargs: Any,
     ) -> LatentELBOTerms:
         target, observed = as_observed(target, mask, self.model.num_outputs)
-        num_samples, num_rows, latent_dim = x.shape
+        num_samples, num_rows, _ = x.shape
         if target.size(0) != num_rows:
             raise ValueError(f"target has {target.size(0)} rows for {num_rows} latents; pass target=Y[index].")
         if num_rows > self.num_data:
             raise ValueError(f"The batch has {num_rows} rows but num_data={self.num_data}, the size of all the data.")
-        # The samples of a row are further points of one GP: K_ZZ is factorised once for all of them.
-        call = {}
-        if isinstance(getattr(self.model.variational_strategy, "conditional", None), PerPoint):
-            rows = torch.arange(num_rows, device=x.device) if index is None else index
-            call["index"] = rows.repeat(num_samples)
-        q_f = self.model(x.reshape(num_samples * num_rows, latent_dim), **call)
+        q_f = self.q_f(x, index) if q_f is None else q_f
         targets = target.mT.repeat(1, num_samples).to(x.dtype)
         mask = None if observed is None else observed.mT.repeat(1, num_samples)
         log_likelihood, conditional = self._data_terms(q_f, targets, mask, **kwargs)

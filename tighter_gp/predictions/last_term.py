@@ -19,7 +19,8 @@ from ..likelihoods.properties import gaussian_noise
 from ..maths.bounds import optimal_scale
 from ..maths.linalg import cholesky, solve_lower
 from ..posterior import Posterior, require_gaussian
-from ..prior import Projection, Projector
+from ..prior import Prior as Projector
+from ..prior import Projection
 
 LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
 
@@ -69,7 +70,7 @@ def training_points(
     else:
         assert posterior.strategy is not None
         conditional = posterior.strategy.conditional
-        if conditional.needs_blocks:
+        if conditional.is_gaussian_only:
             raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
         if train_x is None:
             raise ValueError("This last_term needs the training inputs: pass train_x=.")

@@ -21,7 +21,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..likelihoods.properties import check_tasks, event_variance, has_gaussian_noise, has_own_noise
+from ..likelihoods.properties import event_variance, has_gaussian_noise, has_own_noise
 
 
 class FunctionValues(NamedTuple):
@@ -216,7 +216,7 @@ def _task_of_each_point(likelihood: Any, inputs: Tensor | None, tasks: Any, mean
                 "likelihood with task_feature_index=."
             )
         tasks = inputs[..., likelihood.task_feature_index]
-    tasks = check_tasks(torch.as_tensor(tasks, device=mean.device), likelihood).reshape(-1)
+    tasks = torch.as_tensor(tasks, device=mean.device).long().reshape(-1)
     if len(tasks) != mean.size(-1):
         raise ValueError(f"tasks= must have one value per point, {mean.size(-1)}; got {len(tasks)}.")
     return tasks

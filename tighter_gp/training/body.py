@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..maths.linalg import full_precision
-from ..posterior import has_own_call
+from ..carrier import Origin
+from ..prior import Projection
 from ..strategies import TighterStrategy
 from .batches import Batch
 from .natural import Natural, Part, Size, Slopes
-from .passes import Origin, first_pass, project, second_pass
+from .passes import first_pass, project, second_pass
 from .problem import Problem
 
 # How far a natural step may move the mean of a point, where the slopes depend on q(u).
@@ -50,6 +51,8 @@ def body(
     size: Size,
     leaves: Sequence[Tensor],
     reduce: Any = None,
+    check: bool = True,
+    reseed: Callable[[], None] = lambda: None,
 ) -> Result:
     """Move q(u), then differentiate the loss at the new q(u). Only parameters of q(u) are changed, in place.
 
@@ -57,25 +60,28 @@ def body(
     :param size: Of the natural step.
     :param leaves: What Adam trains.
     :param reduce: Sums over processes.
+    :param check: Whether to look at once if all went well.
+    :param reseed: Lets a second pass draw what the first one did.
     """
     ok: list[Tensor] = []
     if not parts:
-        loss = first = problem.loss(batch)
+        loss = first = problem.loss(batch, check)
     elif is_closed(problem, parts, batch):
-        projection = project(problem, batch)
+        projection = project(problem, batch, check)  # K, chol, A: once
         slopes = [_gaussian_slopes(problem, parts, natural, batch, projection)]
         natural, ok = _move(parts, natural, slopes, size, None, reduce)
         with _frozen(parts):
-            loss = first = second_pass(problem, batch, [projection])
+            q = problem.q(batch, projection=projection)
+            loss = first = problem.loss_of(q, batch)
     else:
-        first, origins = first_pass(problem, batch)
-        slopes = _slopes(problem, first, origins)
-        natural, ok = _move(parts, natural, slopes, size, reach(problem, batch), reduce)
+        known = first_pass(problem, batch, check)
+        first, origins = known.loss(known.q), known.origins
+        natural, ok = _move(parts, natural, _slopes(problem, first, origins), size, reach(problem, batch), reduce)
+        reseed()
         with _frozen(parts):
-            loss = second_pass(problem, batch, origins)
+            loss = known.loss(second_pass(problem, batch, origins))
         ok = [*ok, torch.isfinite(loss.detach())]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
-    gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     return Result(first.detach(), gradients, list(natural), ok)
 
 
@@ -95,31 +101,25 @@ def _frozen(parts: Sequence[Part]) -> Iterator[None]:
 
 def is_closed(problem: Problem, parts: Sequence[Part], batch: Batch) -> bool:
     """Whether slopes need no pass: a single output with Gaussian noise, no missing targets, and q(f) from x alone."""
-    model, strategy = problem.model, getattr(problem.gp, "variational_strategy", None)
-    if model is not problem.gp or not isinstance(strategy, TighterStrategy) or has_own_call(model):
+    strategy, likelihood, y = getattr(problem.gp, "variational_strategy", None), problem.likelihood, batch.y
+    if batch.x is None or not isinstance(strategy, TighterStrategy) or not problem.is_plain:
         return False
-    is_plain = batch.x is not None and all(part.strategy is strategy for part in parts)
-    likelihood, y = problem.likelihood, batch.y
-    return is_plain and is_gaussian(likelihood) and observed(likelihood, y, y.shape[-1:]) is None
+    is_own = all(part.strategy is strategy for part in parts)
+    return is_own and is_gaussian(likelihood) and observed(likelihood, y, y.shape[-1:]) is None
 
 
 @torch.no_grad()
 def _gaussian_slopes(
-    problem: Problem, parts: Sequence[Part], natural: Sequence[Natural], batch: Batch, origin: Origin
+    problem: Problem, parts: Sequence[Part], natural: Sequence[Natural], batch: Batch, projection: Projection
 ) -> tuple[Any, Slopes]:
     r""":math:`g_n = (y_n - \mu_n) / \sigma_n^2` and :math:`\lambda_n = 1 / \sigma_n^2`, scaled to all data."""
-    y, strategy, matrix = batch.y, origin.strategy, origin.matrix.detach()
+    y, strategy, matrix = batch.y, problem.gp.variational_strategy, projection.matrix.detach()
     noise = gaussian_noise(problem.likelihood, y.shape[:-1], y.shape[-1:], **batch.kwargs)
-    moved = {id(d) for part in parts for d in part.distributions}
-    means = [(part.rows, part.mean(q)) for part, q in zip(parts, natural, strict=True)]
-    start = 0
-    for distribution in strategy.distributions:  # those that are frozen too
-        rows = slice(start, start := start + distribution.num_inducing_points)
-        if id(distribution) not in moved:
-            means.append((rows, distribution().mean))
-    mean = origin.prior_mean.detach()
-    for rows, part_mean in means:
-        mean = mean + (matrix[..., rows, :].mT @ part_mean.to(matrix).unsqueeze(-1)).squeeze(-1).to(mean)
+    means = [part.mean(q) for part, q in zip(parts, natural, strict=True)]
+    if len(strategy.distributions) > 1:  # in the order of the rows, with those that are frozen
+        means = [q.mean for q in strategy.q()]
+    m = torch.cat([mean.to(matrix) for mean in means], -1)
+    mean = projection.mean.detach() + (matrix.mT @ m.unsqueeze(-1)).squeeze(-1).to(projection.mean)  # [..., B]
     num_data, beta = _scale(problem)
     curvature = (num_data * batch.weight / (beta * y.size(-1)) / noise).expand(mean.shape)
     return strategy, Slopes(matrix, (y - mean) * curvature, curvature)
@@ -132,7 +132,7 @@ def _slopes(problem: Problem, loss: Tensor, origins: Sequence[Origin]) -> list[t
     num_data, beta = _scale(problem)
     scale = -num_data / beta
     return [
-        (origin.strategy, Slopes(origin.matrix.detach(), scale * g, (-2 * scale * s).clamp_min(0)))
+        (origin.strategy, Slopes(origin.projection.matrix.detach(), scale * g, (-2 * scale * s).clamp_min(0)))
         for origin, g, s in zip(origins, found[::2], found[1::2], strict=True)
     ]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..checks import deferred_checks, first_line
+from ..checks import first_line, unseen
 from ..likelihoods.properties import is_sampled
 from ..maths.linalg import full_precision
 from . import distributed
@@ -56,7 +56,7 @@ class _Body(torch.nn.Module):
     def forward(self, batch: Batch, natural: Sequence[Natural], size: Tensor, leaves: Sequence[Tensor]) -> Any:
         problem = self._problem()
         parts = [] if not natural else parts_of(problem.model)
-        result = body(problem, parts, natural, batch, size, leaves)
+        result = body(problem, parts, natural, batch, size, leaves, check=False)
         return result, [parameter for part in parts for parameter in part.parameters()]
 
     @torch.no_grad()
@@ -140,10 +140,10 @@ class Captured:
             natural = [Natural(next(given), next(given), next(given)) for _ in range(num_parts)]
             arguments = batch._replace(x=x, y=y, rows=rows, kwargs=kwargs), natural, next(given)
             leaves = [own[name] for name in self.leaves]
-            with torch.enable_grad(), deferred_checks(asks_precision=True) as passed:
+            with torch.enable_grad(), unseen():
                 result, written = functional_call(private, own, (*arguments, leaves))
             flags = torch.stack(
-                [flag.reshape(()).bool() for flag in (*passed, *result.ok)] or [result.loss == result.loss]
+                [flag.reshape(()).bool() for flag in result.ok] or [result.loss == result.loss]
             )
             state = [tensor for q in result.natural for tensor in q]
             return [t.detach() for t in (result.loss, flags.all(), *result.gradients, *state, *written)]

@@ -23,7 +23,7 @@ from ..kernels import TighterInducingPointKernel
 from ..likelihoods.properties import is_sampled
 from ..likelihoods.targets import check_arguments, check_targets
 from ..mlls import TighterELBO
-from ..posterior import exact_gp_projector
+from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
 from .advice import say_how_inputs_spread, say_how_targets_spread
@@ -318,7 +318,7 @@ def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tupl
         own = {"x": model.train_x, "y": model.train_y}
     else:
         if isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel):
-            exact_gp_projector(model)  # refuses a kernel that does not belong to the model
+            exact_gp_prior(model)  # refuses a kernel that does not belong to the model
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
         own = {"x": model.train_inputs[0], "y": model.train_targets}

@@ -10,6 +10,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.models import ExactGP
+from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..checks import check_device
@@ -19,7 +20,9 @@ from ..draws import seed_generators, seed_of
 from ..gplvm import BayesianGPLVM, LatentVariableELBO
 from ..likelihoods.targets import check_objective
 from ..mlls import TighterELBO
-from ..mlls.priors import log_prior
+from ..mlls.priors import counts_twice, log_prior
+from ..posterior import has_own_call
+from ..strategies import TighterStrategy
 from . import distributed
 from .batches import Batch
 
@@ -90,6 +93,11 @@ class Problem:
         self.parameters = self._trained()
         if not self.parameters:
             raise ValueError("No parameter of the model, the likelihood or the objective requires a gradient.")
+        is_ours = any(isinstance(module, TighterStrategy) for module in model.modules())
+        # Whether strategies get the model's inputs as they are, and the keywords of its call.
+        self.is_plain = is_ours and model is self.gp and not has_own_call(model) and not isinstance(model, DeepGP)
+        # Whether q(f) of the model is that of its strategy; None where a first pass has to show it.
+        self.is_direct = True if self.is_plain else None
         self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
         self.device = next(iter(self.parameters.values())).device
 
@@ -108,25 +116,35 @@ class Problem:
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
-    def q(self, batch: Batch) -> MultivariateNormal:
-        """q(f) of a batch."""
-        return self.model(batch.x, **self.positions(batch))
+    def q(self, batch: Batch, **options: Any) -> MultivariateNormal:
+        """Call the model on a batch.
 
-    def loss_of(self, q: MultivariateNormal, batch: Batch) -> Tensor:
+        :param options: Of the strategy.
+        """
+        return self.model(batch.x, **self.positions(batch), **options)
+
+    def loss_of(self, q: MultivariateNormal, batch: Batch, **options: Any) -> Tensor:
         """Minus the objective per datum, summed over a batch of models, times the weight of this process."""
-        value = self.objective(q, batch.y, **batch.kwargs)
+        value = self.objective(q, batch.y, **batch.kwargs, **options)
         check_objective(value, q, batch.y)
         return -value.sum() * batch.weight
 
-    def loss(self, batch: Batch) -> Tensor:
-        """The same, with q(f) of the model."""
+    def loss(self, batch: Batch, check: bool = True) -> Tensor:
+        """The same, with q(f) of the model.
+
+        :param check: Whether a strategy looks at once if all went well.
+        """
         if isinstance(self.model, CollapsedGP):
             return -(self.model.bound() + log_prior(self.model)) * (batch.weight / self.num_data)
         if batch.x is None:  # of a latent-variable model
             return -self.objective(batch.rows, batch.y, **batch.kwargs).sum() * batch.weight
         if isinstance(self.model, ExactGP):
             return -self.objective(self.model(batch.x), batch.y).sum() * batch.weight
-        return self.loss_of(self.q(batch), batch)
+        return self.loss_of(self.q(batch, **self.unchecked(check)), batch)
+
+    def unchecked(self, check: bool) -> dict[str, bool]:
+        """The keyword that makes a strategy return NaN where something failed, instead of waiting for the device."""
+        return {} if check or not self.is_plain else {"check": False}
 
     def positions(self, batch: Batch) -> dict[str, Tensor]:
         """The positions of a batch in the training set, if a conditional needs them."""
@@ -171,8 +189,6 @@ class Problem:
 
 def counts_a_prior_twice(objective: Any) -> bool:
     """Whether an objective of GPyTorch reaches a module with a prior in two ways."""
-    from ..mlls.priors import counts_twice
-
     is_stock = isinstance(objective, MarginalLogLikelihood) and type(objective).__module__.startswith("gpytorch.")
     return is_stock and counts_twice(objective)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS, deferred_checks
+from ..checks import NUMERICAL_ERRORS, unseen
 from . import distributed, optimizer
 from .batches import Batch
 from .body import Alone, Result, body
@@ -95,7 +96,7 @@ class GradientStep:
         self.rest = {name: p for name, p in problem.parameters.items() if id(p) not in in_q}
         self.kinds, self.bounds = optimizer.kinds_of(problem), optimizer.stated_bounds(problem)
         self.captured = Captured(problem, self.parts, list(self.rest)) if compile else None
-        self.num_checked = 0
+        self.num_checked, self.reseed = 0, lambda: None
 
     def init(self) -> State:
         """From the parameters as they are."""
@@ -117,7 +118,8 @@ class GradientStep:
             if number:
                 call.undo()
                 self.num_checked = _CHECKED_STEPS
-            self.problem.seed_step(call.number)
+            self.reseed = partial(self.problem.seed_step, call.number)
+            self.reseed()
             error = None
             try:
                 loss, result = attempt(state, batch, call.damping * batch.share * size)
@@ -151,7 +153,7 @@ class GradientStep:
     def _checked(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
         leaves, sums = list(self.rest.values()), Sums(self.problem, self.parts, state.natural)
         try:
-            result = body(self.problem, self.parts, state.natural, batch, size, leaves, sums)
+            result = body(self.problem, self.parts, state.natural, batch, size, leaves, sums, reseed=self.reseed)
         except NUMERICAL_ERRORS:
             sums.fail(leaves)
             raise
@@ -160,12 +162,10 @@ class GradientStep:
 
     def _unseen(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
         """With one look at the device: what a step would look at on its way is read with the loss."""
-        with deferred_checks(asks_precision=True) as flags:
-            try:
-                result = body(self.problem, self.parts, state.natural, batch, size, list(self.rest.values()))
-            except ValueError as error:
-                raise NanError(str(error)) from error
-        return _read(result._replace(ok=[*result.ok, *flags]))
+        with unseen():
+            leaves = list(self.rest.values())
+            result = body(self.problem, self.parts, state.natural, batch, size, leaves, check=False, reseed=self.reseed)
+        return _read(result)
 
     def _compiled(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
         assert self.captured is not None
