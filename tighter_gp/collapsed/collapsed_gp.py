@@ -39,7 +39,7 @@ def collapsed_bound(
 ) -> Tensor:
     r"""A collapsed bound on the log evidence, summed over the data.
 
-    Equal to :func:`~tighter_gp.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
+    Equal to :func:`~tighter_gp.maths.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
     :math:`O(NM^2)`, memory :math:`O(M^2 + MB)` for chunks of :math:`B` rows where the data are many. Where float32 does not
     know the residual variances to within the noise, the kernel is evaluated in float64.
 
