@@ -195,10 +195,8 @@ class _Dense(torch.nn.Module):
 
 
 def _by_gpytorch(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
-    """A kernel by GPyTorch, with its parameters in the dtype of the inputs."""
+    """A kernel by GPyTorch, in float64: nothing is known of its errors."""
     module = _Dense(kernel)
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    wide = {name: value.to(x1.dtype) for name, value in tensors.items() if value.is_floating_point()}
-    if all(value is tensors[name] for name, value in wide.items()):
-        return module(x1, x2, diag)
-    return torch.func.functional_call(module, wide, (x1, x2, diag))
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+    return torch.func.functional_call(module, wide, (x1.double(), x2.double(), diag)).to(x1.dtype)

@@ -142,9 +142,7 @@ class Captured:
             leaves = [own[name] for name in self.leaves]
             with torch.enable_grad(), unseen():
                 result, written = functional_call(private, own, (*arguments, leaves))
-            flags = torch.stack(
-                [flag.reshape(()).bool() for flag in result.ok] or [result.loss == result.loss]
-            )
+            flags = torch.stack([flag.reshape(()).bool() for flag in result.ok] or [result.loss == result.loss])
             state = [tensor for q in result.natural for tensor in q]
             return [t.detach() for t in (result.loss, flags.all(), *result.gradients, *state, *written)]
 
