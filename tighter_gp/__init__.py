@@ -3,6 +3,7 @@
 import sys
 
 from . import (
+    blocks,
     conditionals,
     diagnostics,
     gplvm,
@@ -16,7 +17,7 @@ from . import (
 )
 from .collapsed import CollapsedGP, collapsed_bound
 from .compiled import CompiledStep
-from .conditionals import Blocks, PerPoint, blocks
+from .conditionals import Blocks, PerPoint
 from .diagnostics import Diagnosis, diagnose
 from .export import ExportedPredictor, export_predictor
 from .full_data import evaluate_bound, set_optimal_q
@@ -28,7 +29,7 @@ from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import fit, initialize
 
 # Modules that users import by name from the top of the package, wherever they live in it.
-for _module in (blocks, bounds, linalg, moments):
+for _module in (bounds, linalg, moments):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __version__ = "0.3.0"

@@ -19,8 +19,8 @@ from gpytorch.models import ApproximateGP, ExactGP
 from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
+from .blocks import partition
 from .collapsed import DataSums
-from .conditionals.blocks import partition
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound
 from .likelihoods.properties import gaussian_noise
@@ -241,15 +241,15 @@ def diagnose(
     jitter = 0.0
     with temporary_mode(model, False), full_precision(y.device.type):
         posterior = posterior_of(model, torch.float64)
-        if posterior.q.mean.dim() > 1 or posterior.projector(inputs[:1]).matrix.dim() > 2:
+        if posterior.q.mean.dim() > 1 or posterior.prior(inputs[:1]).matrix.dim() > 2:
             raise ValueError("diagnose looks at one model at a time; this is a batch of them.")
-        sums = gathered(posterior.projector, inputs, y, noise, likelihood, batch_size)
+        _, sums = gathered(posterior.prior, inputs, y, noise, likelihood, batch_size)
         base, upper, misfit = _collapsed(posterior, sums, inputs, y, noise, batch_size)
         labels = _labels(posterior, inputs, blocks)
         block = None if labels is None else base - _block_price(posterior, inputs, noise, labels)
         if len(y) <= max_exact:
             every = inputs[:]
-            points, covariance = posterior.projector(every), posterior.projector.covariance(every, every)
+            points, covariance = posterior.prior(every), posterior.prior.covariance(every, every, torch.float64)
             full = base - full_penalty(covariance - points.matrix.mT @ points.matrix, noise)
             evidence = exact_log_evidence(covariance, (y - points.mean).double(), noise)
     if posterior.strategy is not None:
@@ -292,7 +292,7 @@ def _collapsed(
     core = collapse(sums.gram / widths.view(2, 1, 1), sums.linear / widths.view(2, 1))
     misfit, squares, explained = torch.zeros_like(widths), torch.empty_like(noise), torch.empty_like(noise)
     for rows in chunks(len(y), batch_size):
-        points = posterior.projector(x[rows])
+        points = posterior.prior(x[rows])
         explained[rows] = points.matrix.square().sum(-2).to(explained)
         left = (y[rows] - points.mean).double() - core.weights @ points.matrix  # [2, B]
         misfit, squares[rows] = misfit + (left.square() / noise[rows]).sum(-1), left[0].square()
@@ -322,8 +322,8 @@ def _block_price(posterior: Posterior, x: Rows, noise: Tensor, labels: Tensor) -
     price = torch.zeros_like(noise[0])
     for rows in labels.argsort().split(labels.unique(return_counts=True)[1].tolist()):
         inputs = x[rows]
-        projection = posterior.projector(inputs).matrix
-        covariance = posterior.projector.residual_covariance(inputs, inputs, projection, projection)
+        projection = posterior.prior(inputs).matrix
+        covariance = posterior.prior.residual_covariance(inputs, inputs, projection, projection)
         price = price + full_penalty(covariance, noise[rows])
     return price
 

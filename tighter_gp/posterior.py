@@ -1,4 +1,4 @@
-"""One view on a trained sparse GP, uncollapsed or collapsed: its projector and its whitened q."""
+"""One view on a trained sparse GP, uncollapsed or collapsed: its prior and its whitened q."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from gpytorch import settings
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP, ExactGP
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from .checks import check_dims
-from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
+from .collapsed import CollapsedGP, DataSums, data_sums
 from .data import Rows
 from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, is_gaussian, observed
-from .maths.moments import Whitened, explained_variance, projected_mean
+from .maths.moments import Whitened, explained_moments
 from .modes import chunks
-from .prior import Projection, Projector
+from .prior import Prior, Projection
 from .strategies import TighterStrategy, TighterVariationalStrategy
 
 
@@ -40,16 +41,18 @@ class TrainingData(NamedTuple):
 class Posterior(NamedTuple):
     """The prior and the whitened q of a model.
 
-    :param projector: Turns inputs into (prior mean, A, d).
+    :param prior: Turns inputs into (prior mean, A, d).
     :param q: q(w).
+    :param points: Where the inducing variables are.
     :param jitter: What the model's own predictive variance has on top of the formula's.
     :param strategy: The strategy, of an uncollapsed model.
     :param training: The data, of a collapsed model.
     :param labels: The model's own blocks, if it has any.
     """
 
-    projector: Projector
+    prior: Prior
     q: Whitened
+    points: Tensor
     jitter: float = 0.0
     strategy: TighterStrategy | None = None
     training: TrainingData | None = None
@@ -57,23 +60,20 @@ class Posterior(NamedTuple):
 
     def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at inputs ``... x B x D``."""
-        like = (
-            self.projector.points if self.training is None else self.training.x
-        )  # a feature extractor may lie between
+        like = self.points if self.training is None else self.training.x  # a feature extractor may lie between
         check_dims(x.shape, like.size(-1))
-        return self.moments(self.projector(x))
+        return self.moments(self.prior(x))
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
-        q = self.q.to(points.matrix.dtype)
-        mean = points.mean + projected_mean(points.matrix, q)
-        return mean, explained_variance(points.matrix, q) + points.residual + self.jitter
+        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
+        return points.mean + mean, explained + points.residual + self.jitter
 
 
 def gathered(
-    projector: Projector, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
-) -> DataSums:
-    """Sums over a data set whose missing targets count for nothing."""
+    prior: Prior, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
+) -> tuple[Prior, DataSums]:
+    """The prior with its factor, and sums over a data set whose missing targets count for nothing."""
     mask = observed(likelihood, y, y.shape[-1:])
     if mask is None and not bool(torch.isfinite(y).all()):
         count = int((~torch.isfinite(y)).sum())
@@ -81,61 +81,58 @@ def gathered(
     precision = noise.double().reciprocal()
     if mask is not None:
         precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    projector.settle(x[rows] for rows in chunks(len(x), 65536))
-    return data_sums(projected_batches(projector, x, y, precision, batch_size))
+    prior = prior.factorized(x[slice(batch_size)])
+    return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
 
-def exact_gp_projector(model: ExactGP, precision: torch.dtype | None = None) -> Projector:
-    """The projector of an ExactGP with our kernel as its ``covar_module``."""
+def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
+    """The prior of an ExactGP with our kernel as its ``covar_module``."""
     kernel = getattr(model, "covar_module", None)
     if not isinstance(kernel, TighterInducingPointKernel):
         raise TypeError(
             "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
             f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
         )
-    if kernel.likelihood is not model.likelihood:
-        raise ValueError(
-            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
-            "the same object."
-        )
     y = model.train_targets
     noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
+    prior = kernel.prior(noise, dtype)
 
-    def inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-        """The prior mean, and what the kernel sees: the inputs after any feature extractor and selection of dimensions."""
+    def joint(x: Tensor) -> tuple[Tensor, LinearOperator]:
+        """The prior mean at the inputs, and the covariance of what the kernel sees of them."""
         with settings.lazily_evaluate_kernels(True):
-            prior = model.forward(x)
-        covar = prior.lazy_covariance_matrix
+            data = model.forward(x)
+        covar = data.lazy_covariance_matrix
         if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not kernel:
             raise TypeError(
                 "forward of a collapsed model must return the covariance of its covar_module as it is; "
                 f"got {type(covar).__name__}."
             )
-        return prior.mean, covar.x1
+        return data.mean, prior.joint(covar.x1)[1]
 
-    projector = kernel.projector(noise, precision)
-    projector.inputs = inputs
-    return projector
+    return Prior(joint, prior.num_inducing, prior.jitter, prior.noise, prior.dtype)
 
 
-def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
+def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
     """The view that fits the model; call it in eval mode.
 
-    :param precision: Of kernel and projection; default one that suffices.
+    :param dtype: Of kernel and projection; default one that suffices.
     """
     if isinstance(model, CollapsedGP):
-        projector, q = model.posterior(precision)
-        return Posterior(projector, q, training=TrainingData(model.train_x, None, model.train_noise, model.bound_name))
+        prior, q = model.posterior(dtype)
+        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
+        return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        projector, kernel = exact_gp_projector(model, precision), model.covar_module
-        (x,), y = model.train_inputs, model.train_targets
+        kernel, y, (x,) = model.covar_module, model.train_targets, model.train_inputs
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        q = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).best_q()
+        prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
         training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
-        return Posterior(projector, q, training=training, labels=getattr(kernel.blocks, "labels", None))
+        labels = getattr(kernel.blocks, "labels", None)
+        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
     strategy = tighter_strategy(model)
+    strategy._initialize()
+    prior, points = strategy.prior(dtype).factorized(strategy.inducing_points), strategy.all_points()
     labels = getattr(strategy.conditional, "labels", None)
-    return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy, labels=labels)
+    return Posterior(prior, strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
 
 
 def tighter_copy(model: ApproximateGP) -> ApproximateGP:

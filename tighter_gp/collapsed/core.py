@@ -10,19 +10,18 @@ and since q(w) is the best, the derivative of these terms with q(w) held fixed i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..maths.bounds import gaussian_expected_log_prob, whitened_kl
 from ..maths.collapsed import Collapsed, collapse
-from ..maths.fused import once_differentiable
+from ..maths.derivatives import once_differentiable
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
-from ..modes import chunks
-from ..prior import Projection, Projector
+from ..prior import Prior, Projection
 
 # From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
 Price = Callable[[Tensor, Tensor], Tensor]
@@ -74,17 +73,6 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     return DataSums(gram, linear, torch.cat(residuals, dim=-1))
 
 
-def projected_batches(
-    project: Callable[[Tensor], Projection], x: Any, y: Tensor, precision: Tensor, batch_size: int
-) -> Iterator[tuple[Projection, Tensor, Tensor]]:
-    """The chunks of a data set, for :func:`data_sums`.
-
-    :param x: Inputs, a tensor or what gives one for a slice of rows.
-    """
-    for rows in chunks(len(x), batch_size):
-        yield project(x[rows]), y[..., rows], precision[..., rows]
-
-
 def expected_log_prob(points: Projection, y: Tensor, noise: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     r""":math:`\sum_n \mathbb E_{\mathcal N(\mu_n, s_n)} [\log p(y_n \mid f_n)]`, the data term without its residual.
 
@@ -113,7 +101,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def chunked_bound(
-    projector: Projector,
+    prior: Prior,
     x: Tensor,
     y: Tensor,
     noise: Tensor,
@@ -125,11 +113,11 @@ def chunked_bound(
 
     One pass over the data gathers the sums, a second one differentiates the terms chunk by chunk.
 
-    :param projector: Of the model's prior.
+    :param prior: The model's prior.
     :param x: Inputs, ``N x D``.
     :param y: Targets, ``N``.
     :param noise: Noise variances, ``N``.
-    :param price: Price of the residual variances, as in :data:`~tighter_gp.maths.bounds.PENALTIES`.
+    :param price: Price of the residual variances.
     :param chunk_size: Rows per chunk.
     :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
     :return: A scalar; it cannot be differentiated twice.
@@ -139,20 +127,11 @@ def chunked_bound(
     pairs = [pair for pair in pairs if pair[0].requires_grad and torch.is_grad_enabled()]
     outside, inside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     gradients = [torch.zeros_like(tensor) for tensor in inside]
-
-    def add_gradients(value: Tensor) -> None:
-        found = torch.autograd.grad(value, inside, allow_unused=True, retain_graph=True)
-        for total, gradient in zip(gradients, found, strict=True):
-            total += 0 if gradient is None else gradient
-
-    def project(rows: slice) -> Projection:
-        with torch.set_grad_enabled(bool(pairs)):
-            return projector(x[rows])
-
-    rows_of = list(chunks(x.size(-2), chunk_size))
-    keeps = x.size(-2) * projector.num_inducing <= _KEPT
+    rows_of = [slice(start, start + chunk_size) for start in range(0, x.size(-2), chunk_size)]
     with torch.set_grad_enabled(bool(pairs)), full_precision(x.device.type):
-        kept = list(map(project, rows_of)) if keeps else None
+        prior = prior.factorized(x[:chunk_size])
+        project = lambda rows: prior(x[rows])
+        kept = list(map(project, rows_of)) if x.size(-2) * prior.num_inducing <= _KEPT else None
         walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
         precision = noise.detach().reciprocal()
         sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
@@ -166,7 +145,8 @@ def chunked_bound(
             total = total + term.detach()
             waiting = waiting + term - (slope[rows] * points.residual).sum()  # the price moves with d at this rate
             if pairs and (kept is None or rows is rows_of[-1]):
-                add_gradients(waiting)
+                found = torch.autograd.grad(waiting, inside, allow_unused=True, retain_graph=True)
+                gradients = [g if new is None else g + new for g, new in zip(gradients, found, strict=True)]
                 waiting = torch.zeros_like(total)
     value = total.to(y.dtype)
     return _Differentiated.apply(value, gradients, *outside) if pairs else value

@@ -6,17 +6,12 @@ correlated under q(f|u), of its covariances :math:`D` within sets of points. A n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..conditionals import Blocks
+from ..conditionals.base import Within
 from ..maths.bounds import PENALTIES, block_penalty
-from ..prior import Projector
-
-# From positions of points, ``K x S``, to D within each of these sets, ``... x K x S x S``.
-Within = Callable[[Tensor], Tensor]
 
 
 def price(bound: str, residual: Tensor, noise: Tensor, within: Within, blocks: Blocks | None = None) -> Tensor:
@@ -25,7 +20,7 @@ def price(bound: str, residual: Tensor, noise: Tensor, within: Within, blocks: B
     :param bound: One of :data:`~tighter_gp.maths.bounds.BOUNDS`.
     :param residual: :math:`d_n`, ``... x N``.
     :param noise: :math:`\sigma_n^2`, ``... x N``.
-    :param within: :math:`D` within sets of points; see :func:`residual_within`.
+    :param within: :math:`D` within sets of points.
     :param blocks: For ``"block"``: the partition of the points.
     """
     if bound in PENALTIES:
@@ -34,18 +29,5 @@ def price(bound: str, residual: Tensor, noise: Tensor, within: Within, blocks: B
         blocks = Blocks(torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device))
     if blocks is None:
         raise ValueError("bound='block' needs the labels of the training points: blocks=.")
-    covariance, rows = blocks.residual_blocks(residual, within)  # [..., K, S, S] and [K, S]
+    covariance, rows = blocks.residual_blocks(residual.size(-1), within)  # [..., K, S, S] and [K, S]
     return block_penalty(covariance, noise[..., rows].to(covariance.dtype))
-
-
-def residual_within(projector: Projector, x: Tensor, matrix: Tensor, sets: Tensor) -> Tensor:
-    """:math:`D` within sets of points, ``... x K x S x S``.
-
-    :param x: Inputs, ``... x N x D``.
-    :param matrix: Their projection A, ``... x M x N``.
-    :param sets: Positions of the points of each set, ``K x S``.
-    """
-    x = x.expand(*matrix.shape[:-2], *x.shape[-2:])
-    inputs = x[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]: a batch of inputs, over which kernels broadcast
-    columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
-    return projector.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)

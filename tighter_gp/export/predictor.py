@@ -86,7 +86,7 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
     with temporary_mode(model, False):
         posterior = posterior_of(model, torch.float64)
         own = model.covar_module.base_kernel if isinstance(model, ExactGP) else model.covar_module
-        kernel, z, jitter = PlainKernel(own).double(), posterior.projector.points.double(), posterior.projector.jitter
+        kernel, z, jitter = PlainKernel(own).double(), posterior.points.double(), posterior.prior.jitter
         test = torch.cat([z, (z + z.roll(1, 0)) / 2])
         expected = predict(model, test)
         # A zero, constant or linear mean is known from its values at zero and at unit vectors.
@@ -118,7 +118,7 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
                 "The exported module and predict differ: forward of the model must return MultivariateNormal(mean_module(x), "
                 "covar_module(x)), with a zero, constant or linear mean and nothing done to x before."
             )
-    dtype = dtype or posterior.projector.points.dtype
+    dtype = dtype or posterior.points.dtype
     rounded = copy.deepcopy(module).to(dtype)
     return rounded if _keeps(rounded(test.to(dtype)), f_mean, f_variance) else module
 

@@ -15,7 +15,6 @@ from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
 from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator
 from torch import Tensor
 
-from ..checks import host_values
 from ..maths.linalg import cholesky
 
 _LOG_CONCAVE = (
@@ -129,18 +128,7 @@ def _noise_of_tasks(likelihood: Any, event_shape: torch.Size, tasks: Tensor | No
             f"{type(likelihood).__name__} needs the task of each point, also if it is a column of the inputs: pass tasks=, "
             f"integers of shape {tuple(event_shape)}; got {came}."
         )
-    return likelihood.noise[..., check_tasks(tasks, likelihood)]
-
-
-def check_tasks(tasks: Tensor, likelihood: Any) -> Tensor:
-    """Tasks as positions among the likelihood's noises, or an error: -1 would count from the end, 0.7 be rounded."""
-    values, count = host_values(tasks), likelihood.noise.size(-1)
-    if values is not None and values.size and not ((values >= 0) & (values < count) & (values == values.round())).all():
-        raise ValueError(
-            f"tasks= of {type(likelihood).__name__} must be integers from 0 to {count - 1}; got values from {values.min()} to "
-            f"{values.max()}."
-        )
-    return tasks.long()
+    return likelihood.noise[..., tasks.long()]
 
 
 def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tensor | None:
@@ -151,6 +139,11 @@ def observed(likelihood: Any, targets: Tensor, event_shape: torch.Size) -> Tenso
     if policy == "fill" or isinstance(likelihood, likelihoods.GaussianLikelihoodWithMissingObs):
         return ~torch.isnan(targets)
     return None
+
+
+def signed(targets: Tensor) -> Tensor:
+    """Bytes and truth values as integers, where 0 - 1 is not 255; others as they are."""
+    return targets.long() if targets.dtype in (torch.uint8, torch.bool) else targets
 
 
 def filled(targets: Tensor, mask: Tensor) -> Tensor:
@@ -263,12 +256,6 @@ def log_prob_of_samples(likelihood: Any, targets: Tensor, samples: Tensor, **kwa
         raise ValueError(
             f"SoftmaxLikelihood has {likelihood.num_features} features for {samples.size(-1)} latent functions; "
             "their numbers must agree."
-        )
-    values = host_values(targets)
-    if values is not None and values.size and not (values.min() >= 0 and values.max() < likelihood.num_classes):
-        raise ValueError(
-            f"Labels must lie in 0..{likelihood.num_classes - 1}, as there are {likelihood.num_classes} classes; got "
-            f"values from {values.min()} to {values.max()}."
         )
     weights = likelihood.mixing_weights
     logits = torch.log_softmax(samples if weights is None else samples @ weights.mT, dim=-1)

@@ -7,7 +7,6 @@ Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -99,29 +98,6 @@ def _smallest_eigenvalue(matrix: Tensor) -> float:
         return math.nan
 
 
-class _Ieee:
-    """Counts who needs exact products: the first turns reduced precision off for all threads, the last restores it."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = threading.Lock(), 0
-        self.before: list[tuple[Any, str, Any, Any]] = []
-
-    def enter(self) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                self.before = _reduced()
-                for backend, switch, exact, _ in self.before:
-                    setattr(backend, switch, exact)
-
-    def leave(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                for backend, switch, _, before in self.before:
-                    setattr(backend, switch, before)
-
-
 def _reduced() -> list[tuple[Any, str, Any, Any]]:
     """Backends whose float32 products are of reduced precision: their switch, exact, and to restore ("none": inherited)."""
     settings: Any = torch.backends
@@ -137,9 +113,6 @@ def _reduced() -> list[tuple[Any, str, Any, Any]]:
     ]
 
 
-_ieee = _Ieee()
-
-
 @contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
     """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers.
@@ -147,15 +120,15 @@ def full_precision(device_type: str) -> Iterator[None]:
     Works with both of torch's TF32 switches, the older and the newer, and leaves them as they were.
     """
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    switches = _reduced()
     with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
-        if torch.compiler.is_compiling():
-            yield
-            return
-        _ieee.enter()
+        for backend, switch, exact, _ in switches:
+            setattr(backend, switch, exact)
         try:
             yield
         finally:
-            _ieee.leave()
+            for backend, switch, _, before in switches:
+                setattr(backend, switch, before)
 
 
 def _raise_if_not_finite(matrix: Tensor, name: str) -> None:

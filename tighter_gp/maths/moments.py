@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .collapsed import collapse
+from .derivatives import mean_and_explained
 from .linalg import project, residual_variance
 
 __all__ = [
@@ -128,10 +129,29 @@ def projected_moments(projection: Tensor, prior_variance: Tensor, *parts: Whiten
         >>> tighter_gp.moments.projected_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), torch.ones(2), q, q).mean
         tensor([2., 2.])
     """
+    return Moments(*explained_moments(projection, *parts), residual_variance(prior_variance, projection))
+
+
+def explained_moments(projection: Tensor, *parts: Whitened) -> tuple[Tensor, Tensor]:
+    r""":math:`A^\top m` and :math:`s_n`, summed over the independent factors of q(w).
+
+    Parameters of :func:`projected_moments`.
+
+    Example:
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> tighter_gp.maths.moments.explained_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), q, q)[0]
+        tensor([2., 2.])
+    """
     rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)
-    mean, *means = (projected_mean(part, q) for part, q in zip(rows, parts, strict=True))
-    explained, *others = (explained_variance(part, q) for part, q in zip(rows, parts, strict=True))
-    return Moments(sum(means, start=mean), sum(others, start=explained), residual_variance(prior_variance, projection))
+    (mean, explained), *others = (
+        mean_and_explained(part, q.mean, q.root)
+        if q.root is not None
+        else (projected_mean(part, q), explained_variance(part, q))
+        for part, q in zip(rows, parts, strict=True)
+    )
+    for more_mean, more_explained in others:
+        mean, explained = mean + more_mean, explained + more_explained
+    return mean, explained
 
 
 def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitened) -> Moments:

@@ -15,16 +15,15 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
 from ..carrier import Carrier
-from ..checks import host_values
 from ..conditionals import ScalarConditional
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.properties import is_gaussian, is_log_concave, observed
 from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
-from .data_terms import DataTerms, carried_terms, carrier_of, no_closed_form
+from .data_terms import DataTerms, carrier_of, data_terms, no_closed_form
 from .priors import log_prior
-from .wrapped import wrapped_kl_divergence
+from .wrapped import wrapped_divergence
 
 
 class ELBOTerms(NamedTuple):
@@ -116,7 +115,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             )
 
     def _log_likelihood_term(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        return self._data_terms(variational_dist_f, target, **kwargs).log_likelihood
+        return self.data_terms(variational_dist_f, target, **kwargs).log_likelihood
 
     def forward(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor | ELBOTerms:
         r"""
@@ -127,7 +126,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
         :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
-        log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
+        log_likelihood, conditional = self.data_terms(variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch
         added_loss: Tensor | float = 0.0
@@ -136,7 +135,9 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
                 added_loss = added_loss + term.loss()
         # The samples of a deep GP are no batch of models.
         batch_shape = torch.Size() if isinstance(self.model, DeepGP) else log_likelihood.shape
-        divergence = wrapped_kl_divergence(self.model.variational_strategy, variational_dist_f)
+        divergence = wrapped_divergence(
+            self.model.variational_strategy, variational_dist_f, carrier_of(variational_dist_f)
+        )
         terms = ELBOTerms(
             log_likelihood=log_likelihood,
             kl_divergence=divergence * (self.beta / self.num_data),
@@ -149,12 +150,16 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         zero = torch.zeros_like(log_likelihood)
         return terms._replace(log_prior=zero + terms.log_prior, added_loss=zero + added_loss)
 
-    def _data_terms(self, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
-        """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points."""
-        carrier = carrier_of(self.likelihood, q)
-        if all(carrier.strategy is not module for module in self.model.modules()):
+    def data_terms(
+        self, q: MultivariateNormal, target: Tensor, *, by_curvature: bool = False, **kwargs: Any
+    ) -> DataTerms:
+        """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points.
+
+        :param by_curvature: See :func:`~tighter_gp.mlls.data_terms`.
+        """
+        carrier, num_batch = carrier_of(q), q.event_shape[0]
+        if all(carrier.origin.strategy is not module for module in self.model.modules()):
             raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")
-        num_batch = q.event_shape[0]
         if num_batch > self.num_data:
             raise ValueError(
                 f"The batch has {num_batch} points but num_data={self.num_data}; num_data is the size of the whole "
@@ -163,10 +168,10 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         check_shape(self.likelihood, q, target)
         if not self._has_seen_targets:  # a first look, as fit has it of all data
             self._has_seen_targets = True
-            if host_values(target) is not None:
+            if target.device.type == "cpu":
                 check_targets(self.likelihood, target)
         mask = observed(self.likelihood, target, q.event_shape)
-        terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
+        terms = data_terms(self.likelihood, q, target, mask=mask, beta=self.beta, by_curvature=by_curvature, **kwargs)
         hidden = self._hidden_penalty(carrier, num_batch)
         return terms._replace(conditional=terms.conditional + hidden) if isinstance(hidden, Tensor) else terms
 
@@ -174,7 +179,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         """Price of the scales in the other layers of a deep GP, which q(f) of the last one does not show."""
         total: Tensor | float = 0.0
         for strategy in self.model.modules():
-            if not isinstance(strategy, TighterStrategy) or strategy is carrier.strategy:
+            if not isinstance(strategy, TighterStrategy) or strategy is carrier.origin.strategy:
                 continue
             conditional = strategy.conditional
             if not conditional.is_learned:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..carrier import Carrier, replace_variance
 from ..likelihoods.properties import event_variance
+from ..strategies.base import divergence
 
 
 def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
@@ -51,18 +52,20 @@ def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     return tuple(dim for dim in consumed if carrier.copied[dim])
 
 
-def together(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
+def sum_copies(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
     """Copies of one function are seen by the observations of all."""
     return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
 
 
-def wrapped_kl_divergence(strategy: Any, q: MultivariateNormal) -> Tensor:
-    """KL divergence of q(u), summed over the latent functions that make up one model."""
+def wrapped_divergence(strategy: Any, q: MultivariateNormal, carrier: Carrier) -> Tensor:
+    """KL divergence of the q(u) that made q(f), summed over the latent functions that make up one model."""
+    if not hasattr(strategy, "base_variational_strategy") and strategy is not carrier.origin.strategy:
+        return strategy.kl_divergence()  # a deep GP, or a sum of several
+    value = divergence(carrier.origin.q).to(q.mean.dtype)
     if isinstance(strategy, LMCVariationalStrategy):
-        return strategy.base_variational_strategy.kl_divergence().sum(strategy.latent_dim)
+        return value.sum(strategy.latent_dim)
     if not isinstance(strategy, IndependentMultitaskVariationalStrategy):
-        return strategy.kl_divergence()
+        return value
     # GPyTorch sums over the last dimension whatever task_dim is, and also where tasks are copies of one function.
-    divergence, dim = strategy.base_variational_strategy.kl_divergence(), strategy.task_dim
-    dim = dim if dim < 0 else dim - len(q.batch_shape) - 1
-    return divergence.sum(dim) if -divergence.dim() <= dim < 0 else divergence
+    dim = strategy.task_dim if strategy.task_dim < 0 else strategy.task_dim - len(q.batch_shape) - 1
+    return value.sum(dim) if -value.dim() <= dim < 0 else value

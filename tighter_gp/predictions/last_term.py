@@ -61,7 +61,7 @@ class LastTerm:
             rows = subset[torch.isin(subset % x.size(-2), rows)] % x.size(-2)
             self.name = "exact"
         self.nearest = min(subset, len(rows)) if isinstance(subset, int) else 0
-        points = posterior.projector(x[..., rows, :])
+        points = posterior.prior(x[..., rows, :])
         self.x, self.matrix, self.residual = x[..., rows, :], points.matrix, points.residual
         if strategy is not None:
             noise, self.scale = _scales(strategy, likelihood, noise, rows, self.residual, x.size(-2))
@@ -73,7 +73,7 @@ class LastTerm:
         self.stddev = torch.ones_like(self.residual) if noise is None else noise.expand_as(self.residual).sqrt()
         if self.name == "subset":
             return
-        covariance = posterior.projector.residual_covariance(self.x, self.x, self.matrix, self.matrix)  # D: [..., N, N]
+        covariance = posterior.prior.residual_covariance(self.x, self.x, self.matrix, self.matrix)  # D: [..., N, N]
         if self.name == "optimal":
             self.factor = cholesky(covariance + torch.diag_embed(self.stddev.square()), name="D + noise")
         else:
@@ -81,8 +81,8 @@ class LastTerm:
 
     def __call__(self, x: Tensor) -> Marginals:
         """q(f) at test points ``B x D``."""
-        points = self.posterior.projector(x)
-        cross = self.posterior.projector.residual_covariance(self.x, x, self.matrix, points.matrix)  # r: [..., N, B]
+        points = self.posterior.prior(x)
+        cross = self.posterior.prior.residual_covariance(self.x, x, self.matrix, points.matrix)  # r: [..., N, B]
         if self.name == "optimal":
             reduction = solve_lower(self.factor, cross).square().sum(-2)
         elif self.name == "subset":
@@ -109,7 +109,7 @@ class LastTerm:
             -1, nearest.unsqueeze(-2).expand(*batch, matrix.size(-2), self.nearest)
         )  # [B, ..., M, b]
         stddev = gather(self.stddev)
-        root = _inverse_root(self.posterior.projector.residual_covariance(x, x, matrix, matrix), stddev)
+        root = _inverse_root(self.posterior.prior.residual_covariance(x, x, matrix, matrix), stddev)
         own = gather(cross.movedim(-1, 0)).unsqueeze(-1)  # [B, ..., b, 1]
         return _quadratic(root, own, gather(self.scale), stddev).squeeze(-1).movedim(0, -1)
 
@@ -141,7 +141,7 @@ def _scales(
 ) -> tuple[Tensor | None, Tensor]:
     """Noise variances of the training points, or None, and the scales :math:`m_n` of a strategy."""
     conditional = strategy.conditional
-    if conditional.needs_blocks:
+    if conditional.is_gaussian_only:
         raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
     if conditional.is_learned:
         return None, conditional.scale(residual, index=rows).to(residual)

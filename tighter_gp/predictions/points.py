@@ -9,16 +9,23 @@ import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
-from linear_operator.operators import BlockDiagLinearOperator, DenseLinearOperator, DiagLinearOperator
+from linear_operator import to_dense
+from linear_operator.operators import (
+    BlockDiagLinearOperator,
+    BlockInterleavedLinearOperator,
+    DenseLinearOperator,
+    DiagLinearOperator,
+    KroneckerProductLinearOperator,
+    SumBatchLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from ..likelihoods.properties import (
-    correlates_tasks,
     event_variance,
     gaussian_noise,
     has_gaussian_noise,
     has_own_noise,
-    task_covariance,
 )
 
 
@@ -80,10 +87,35 @@ def marginals(q: MultivariateNormal) -> Marginals:
     """Those of q(f), ``... x N`` or ``... x N x T``; functions that are correlated keep their covariance."""
     if not isinstance(q, MultitaskMultivariateNormal):
         return Marginals(q.mean, event_variance(q))
-    if not correlates_tasks(q) or isinstance(q.lazy_covariance_matrix, DiagLinearOperator):
+    independent = (
+        BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator
+    )  # blocks of a task's points
+    if isinstance(q.lazy_covariance_matrix, (independent, DiagLinearOperator)):
         return Marginals(q.mean, event_variance(q), None, True)
-    covariance = task_covariance(q)
+    covariance = _point_blocks(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
     return Marginals(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
+
+
+def _point_blocks(covar: Any, shape: torch.Size, interleaved: bool = True) -> Tensor:
+    """Covariance of the tasks of each point, ``... x N x T x T``, without the whole matrix where its form is known."""
+    if isinstance(covar, SumLinearOperator):
+        return sum(_point_blocks(part, shape, interleaved) for part in covar.linear_ops)  # type: ignore[return-value]
+    if isinstance(covar, SumBatchLinearOperator):
+        return _point_blocks(covar.base_linear_op, shape, interleaved).sum(-4)
+    if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
+        points, tasks = covar.linear_ops  # as in an LMC
+        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)
+    if isinstance(covar, BlockDiagLinearOperator) and interleaved:  # as predict returns it
+        return to_dense(covar.base_linear_op)
+    if isinstance(covar, DiagLinearOperator) and interleaved:
+        return torch.diag_embed(covar.diagonal(dim1=-1, dim2=-2).unflatten(-1, shape))
+    sizes = shape if interleaved else shape[::-1]
+    blocks = to_dense(covar).unflatten(-1, sizes).unflatten(-3, sizes)  # [..., N, T, N, T]
+    return (
+        blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        if interleaved
+        else blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
+    )
 
 
 def joined(parts: Sequence[Marginals]) -> Marginals:

@@ -269,7 +269,7 @@ def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> floa
 def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, noise: Tensor) -> None:
     """The optimal q(u), from sums over some rows that stand for all: their noise is as much smaller as they are fewer."""
     with temporary_mode(model, False), full_precision(x.device.type):
-        sums = gathered(strategy.projector(), input_rows(x, y), y, noise, likelihood, 4096)
+        _, sums = gathered(strategy.prior(), input_rows(x, y), y, noise, likelihood, 4096)
     strategy.set_optimal(sums.gram, sums.linear)
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..blocks import BlockBatchSampler
 from ..checks import check_range
-from ..conditionals.blocks import BlockBatchSampler
 from ..data import check_array, move, signed
 from ..draws import seed_generators
 from . import distributed

@@ -24,7 +24,7 @@ from ..kernels import TighterInducingPointKernel
 from ..likelihoods.targets import check_targets
 from ..mlls import TighterELBO
 from ..mlls.priors import counts_twice, log_prior
-from ..posterior import exact_gp_projector
+from ..posterior import exact_gp_prior
 from .batches import ArrayBatches, BatchSource
 from .loaders import LoaderBatches
 from .validation import check_finite
@@ -158,7 +158,7 @@ def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tupl
         own = {"x": model.train_x, "y": model.train_y}
     else:
         if isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel):
-            exact_gp_projector(model)  # a kernel that does not belong to the model is refused
+            exact_gp_prior(model)  # a kernel that does not belong to the model is refused
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
         own = {"x": model.train_inputs[0], "y": model.train_targets}
