@@ -64,6 +64,10 @@ class Posterior(NamedTuple):
         check_dims(x.shape, like.size(-1))
         return self.moments(self.prior(x))
 
+    def factorized(self, x: Tensor) -> Posterior:
+        """The same with the factor of its inducing points, for several calls; ``x`` are some of the inputs."""
+        return self if self.prior.factor is not None else self._replace(prior=self.prior.factorized(x))
+
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
         mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
@@ -130,9 +134,8 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
         return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
     strategy = tighter_strategy(model)
     strategy._initialize()
-    prior, points = strategy.prior(dtype).factorized(strategy.inducing_points), strategy.all_points()
-    labels = getattr(strategy.conditional, "labels", None)
-    return Posterior(prior, strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
+    labels, points = getattr(strategy.conditional, "labels", None), strategy.all_points()
+    return Posterior(strategy.prior(dtype), strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
 
 
 def tighter_copy(model: ApproximateGP) -> ApproximateGP:

@@ -24,7 +24,6 @@ from torch import Tensor
 from ..likelihoods.properties import (
     event_variance,
     gaussian_noise,
-    has_gaussian_noise,
     has_own_noise,
 )
 
@@ -120,22 +119,18 @@ def _point_blocks(covar: Any, shape: torch.Size, interleaved: bool = True) -> Te
 
 def joined(parts: Sequence[Marginals]) -> Marginals:
     """The points of all chunks, one chunk after the other."""
+    if len(parts) == 1:
+        return parts[0]
     first = parts[0]
     covariance = None if first.covariance is None else torch.cat([part.covariance for part in parts], -3)  # type: ignore[misc]
     mean, variance = (torch.cat([part[i] for part in parts], first.point_dim) for i in (0, 1))  # type: ignore[misc]
     return Marginals(mean, variance, covariance, first.is_several)
 
 
-def needs_inputs(likelihood: Any) -> bool:
-    """Whether the noise may depend on the inputs: by a noise model of your own, or by a column that holds the task."""
-    by_column = getattr(likelihood, "task_feature_index", None) is not None
-    return has_gaussian_noise(likelihood) and (by_column or has_own_noise(likelihood))
-
-
-def add_noise(likelihood: Any, f: Marginals, inputs: Tensor | None = None, **given: Tensor) -> Marginals:
+def add_noise(likelihood: Any, f: Marginals, inputs: Any = None, **given: Tensor) -> Marginals:
     """Y under a Gaussian likelihood: f with the noise added, once.
 
-    :param inputs: The points, for noise that depends on them.
+    :param inputs: The points, or what gives them for a slice, for noise that depends on them.
     :param given: ``noise=``, a variance per point or one for all; ``tasks=``, the task of each point.
     """
     shape = f.mean.shape
@@ -147,15 +142,16 @@ def add_noise(likelihood: Any, f: Marginals, inputs: Tensor | None = None, **giv
         matrix = likelihood._shaped_noise_covar(torch.Size([*shape[:-2], 1, shape[-1]])).to_dense()
         return _add_matrix(f, matrix.unsqueeze(-3), has_covariance=getattr(likelihood, "rank", 0) > 0)
     if inputs is not None and has_own_noise(likelihood):
-        noise = likelihood._shaped_noise_covar(shape, inputs, **given).diagonal(dim1=-1, dim2=-2)
+        noise = likelihood._shaped_noise_covar(shape, inputs[:], **given).diagonal(dim1=-1, dim2=-2)
     else:
+        column = getattr(likelihood, "task_feature_index", None)
         if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and "noise" not in given:
             raise ValueError(
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
                 "point, or one number for all."
             )
-        if inputs is not None and "tasks" not in given:
-            given = {"tasks": inputs[..., likelihood.task_feature_index].reshape(-1)}
+        if inputs is not None and column is not None and "tasks" not in given:
+            given = {"tasks": inputs[:][..., column].reshape(-1)}
         if "noise" in given:
             given = {"noise": given["noise"].to(f.mean).expand(*given["noise"].shape[:-1], shape[-1])}
         noise = gaussian_noise(likelihood, shape[: f.point_dim], shape[f.point_dim :], **given)
