@@ -11,8 +11,7 @@ import torch
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tighter_gp.blocks import partition
-from tighter_gp.conditionals import Blocks
+from tighter_gp.blocks import Blocks, partition
 from tighter_gp.diagnostics import diagnose
 from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
 

@@ -12,11 +12,10 @@ from gpytorch.models import ApproximateGP, ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from .checks import check_dims
 from .collapsed import CollapsedGP, DataSums, data_sums
 from .data import Rows
 from .kernels import TighterInducingPointKernel
-from .likelihoods.properties import gaussian_noise, is_gaussian, observed
+from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
 from .modes import chunks
 from .prior import Prior, Projection
@@ -43,7 +42,7 @@ class Posterior(NamedTuple):
 
     :param prior: Turns inputs into (prior mean, A, d).
     :param q: q(w).
-    :param points: Where the inducing variables are.
+    :param points: The inducing points.
     :param jitter: What the model's own predictive variance has on top of the formula's.
     :param strategy: The strategy, of an uncollapsed model.
     :param training: The data, of a collapsed model.
@@ -60,8 +59,9 @@ class Posterior(NamedTuple):
 
     def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at inputs ``... x B x D``."""
-        like = self.points if self.training is None else self.training.x  # a feature extractor may lie between
-        check_dims(x.shape, like.size(-1))
+        wanted = (self.points if self.training is None else self.training.x).size(-1)  # a network may lie between
+        if x.size(-1) != wanted:
+            raise ValueError(f"Inputs must have shape ... x N x {wanted}, as in training; got {tuple(x.shape)}.")
         return self.moments(self.prior(x))
 
     def factorized(self, x: Tensor) -> Posterior:
@@ -85,7 +85,7 @@ def gathered(
     precision = noise.double().reciprocal()
     if mask is not None:
         precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    prior = prior.factorized(x[slice(batch_size)])
+    prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
     return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
 
@@ -96,6 +96,11 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
         raise TypeError(
             "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
             f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
+        )
+    if kernel.likelihood is not model.likelihood:
+        raise ValueError(
+            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
+            "the same object."
         )
     y = model.train_targets
     noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
@@ -126,15 +131,15 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
         training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
         return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        kernel, y, (x,) = model.covar_module, model.train_targets, model.train_inputs
+        kernel, (x,), y = model.covar_module, model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
         prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
         training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
         labels = getattr(kernel.blocks, "labels", None)
         return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
     strategy = tighter_strategy(model)
-    strategy._initialize()
-    labels, points = getattr(strategy.conditional, "labels", None), strategy.all_points()
+    strategy.start_from_prior()
+    points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)
     return Posterior(strategy.prior(dtype), strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
 
 
@@ -171,5 +176,5 @@ def has_own_call(model: Any) -> bool:
 
 def require_gaussian(likelihood: Any, what: str, hint: str = "") -> None:
     """Raise unless the likelihood is Gaussian; ``hint`` says what to do then."""
-    if not is_gaussian(likelihood):
+    if not family(likelihood).is_gaussian:
         raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}. {hint}".rstrip())

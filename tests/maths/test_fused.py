@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tighter_gp.moments import Whitened, svgp_moments
+from tighter_gp.maths.moments import Whitened, svgp_moments
 
 from tighter_gp.maths.fused import fused_gaussian_terms, fused_kl, fused_moments
 

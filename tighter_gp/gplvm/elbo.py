@@ -143,23 +143,20 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         *,
         mask: Tensor | None = None,
         index: Tensor | None = None,
+        q_f: MultivariateNormal | None = None,
         **kwargs: Any,
     ) -> LatentELBOTerms:
         r"""The parts of the objective at given draws of the latents.
 
         :param x: Draws, ``S x B x Q``.
         :param q_x: What they were drawn from, batch shape ``B x Q``.
+        :param q_f: What :meth:`q_f` returned for them, if it is known.
         """
         target, observed = as_observed(target, mask, self.model.num_outputs)
         num_samples, num_rows, _ = x.shape
         if target.size(0) != num_rows:
             raise ValueError(f"target has {target.size(0)} rows for {num_rows} latents; pass target=Y[index].")
-        call = {}
-        if getattr(getattr(self.model.variational_strategy, "conditional", None), "needs_index", False):
-            rows = torch.arange(num_rows, device=x.device) if index is None else index
-            call["index"] = rows.repeat(num_samples)
-        # The samples of a row are further points of one GP: K_ZZ is factorised once for all of them.
-        q_f = self.model(x.flatten(0, 1), **call)
+        q_f = self.q_f(x, index) if q_f is None else q_f
         self.elbo.num_data = self.num_data * num_samples
         with settings.observation_nan_policy("ignore" if observed is None else "fill"):
             terms = self.elbo(q_f, target.mT.repeat(1, num_samples).to(x.dtype), **kwargs)  # one value per output
@@ -174,6 +171,18 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
             added_loss=(zero + added_loss).mean(-1),
             conditional=(zero + conditional).sum(-1),
         )
+
+    def q_f(self, x: Tensor, index: Tensor | None, **options: Any) -> MultivariateNormal:
+        """q(f) at draws of the latents, ``S x B x Q``: the samples of a row are further points of one GP.
+
+        :param index: The rows of the data, ``B``; None for all.
+        :param options: Passed to the strategy.
+        """
+        num_samples, num_rows, _ = x.shape
+        if getattr(getattr(self.model.variational_strategy, "conditional", None), "needs_index", False):
+            rows = torch.arange(num_rows, device=x.device) if index is None else index
+            options["index"] = rows.repeat(num_samples)
+        return self.model(x.flatten(0, 1), **options)
 
     @torch.no_grad()
     def evaluate(

@@ -101,7 +101,7 @@ class _Whiten(torch.autograd.Function):
 
 
 def mean_and_explained(matrix: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`A^\top m` and :math:`s_n = a_n^\top R R^\top a_n`, by :math:`S A` where there are many points, else by :math:`R^\top A`.
+    r""":math:`A^\top m` and :math:`s_n = a_n^\top R R^\top a_n`; by :math:`S A` in training on many points, else by :math:`R^\top A`.
 
     :param matrix: :math:`A`, ``... x M x B``.
     :param mean: :math:`m`, ``... x M``; its batch and that of the root may be larger than that of the projection.
@@ -150,7 +150,7 @@ def _add_outer(total: Tensor | None, left: Tensor, right: Tensor, shape: torch.S
     """``total + left @ right`` summed to a shape, as one product where all of the batch is summed over."""
     if len(shape) == 2 and left.dim() > 2 and left.shape[:-2] == right.shape[:-2]:
         left, right = left.reshape(-1, *left.shape[-2:]).movedim(0, 1).flatten(1), right.reshape(-1, right.size(-1))
-    if total is not None and left.dim() == 2:
+    if total is not None and left.dim() == right.dim() == 2:
         return total.addmm_(left, right)
     product = (left @ right).sum_to_size(shape)
     return product if total is None else total.add_(product)
