@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as differentiable_once
 
 from .linalg import full_precision, solve_lower, solve_lower_transposed
 
@@ -21,10 +20,14 @@ __all__ = ["mean_and_explained", "through_factor", "whiten"]
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass in full precision, which raises where a graph of it is asked for."""
 
-    @differentiable_once
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Tensor) -> Any:
-        with full_precision(grads[0].device.type):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "This training operation cannot be differentiated twice (create_graph=True). For second derivatives "
+                "compute the bound from tighter_gp.maths.moments and tighter_gp.maths.bounds in float64."
+            )
+        with torch.no_grad(), full_precision(grads[0].device.type):
             return backward(ctx, *grads)
 
     return guarded
