@@ -81,7 +81,8 @@ def body(
         with _frozen(parts):
             loss = known.loss(second_pass(problem, batch, origins))
         ok = [*ok, torch.isfinite(loss.detach())]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    gradients = [part.to_dense() if part.is_sparse else part for part in found]  # tables of latents have sparse ones
     return Result(first.detach(), gradients, list(natural), ok)
 
 
