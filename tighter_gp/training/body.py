@@ -82,6 +82,7 @@ def body(
             loss = known.loss(second_pass(problem, batch, origins))
         ok = [*ok, torch.isfinite(loss.detach())]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    gradients = [g.to_dense() if g.is_sparse else g for g in gradients]  # of a table of latent variables
     return Result(first.detach(), gradients, list(natural), ok)
 
 

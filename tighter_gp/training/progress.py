@@ -33,7 +33,8 @@ class Progress:
 
     def is_due(self, done: int, total: int) -> bool:
         """Whether another tenth of the run is done after ``done`` steps."""
-        return done < total and done * 10 // total > (done - 1) * 10 // total
+        shows = self.bar is not None or self.has_lines
+        return shows and done < total and done * 10 // total > (done - 1) * 10 // total
 
     def step(self, history: History, total: int, loss: float | None) -> None:
         """After a step.
