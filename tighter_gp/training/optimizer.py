@@ -55,14 +55,14 @@ def update(
     largest = _LARGEST_ENTRY * math.sqrt(min(torch.finfo(p.dtype).max for p in parameters))
     gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -largest), largest)
     count = state.count + 1
-    mean = torch._foreach_mul(state.mean, _DECAY)
+    mean = list(torch._foreach_mul(state.mean, _DECAY))
     torch._foreach_add_(mean, gradients, alpha=1 - _DECAY)
-    square = torch._foreach_mul(state.square, _SQUARES)
+    square = list(torch._foreach_mul(state.square, _SQUARES))
     torch._foreach_addcmul_(square, gradients, gradients, 1 - _SQUARES)
     width = torch._foreach_sqrt(square)
     torch._foreach_div_(width, math.sqrt(1 - _SQUARES**count))
     torch._foreach_add_(width, _EPS)
-    change = torch._foreach_div(mean, width)
+    change = list(torch._foreach_div(mean, width))
     for place in tables:
         seen = (gradients[place] != 0).any(-1, keepdim=True)
         change[place] = change[place] * seen
