@@ -77,16 +77,16 @@ class Carrier(LinearOperator):
         return DiagLinearOperator(self.variance) if self.lazy is None else self.lazy()
 
     def representation(self) -> tuple[Tensor, ...]:
-        return self.whole.representation()
+        return super().representation() if self.lazy is None else self.whole.representation()
 
     def representation_tree(self) -> Any:
-        return self.whole.representation_tree()
+        return super().representation_tree() if self.lazy is None else self.whole.representation_tree()
 
     def _diagonal(self) -> Tensor:
         return self.variance
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.whole._matmul(rhs)
+        return self.variance.unsqueeze(-1) * rhs if self.lazy is None else self.whole._matmul(rhs)
 
     def _size(self) -> torch.Size:
         return self.variance.shape + self.variance.shape[-1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from .collapsed import CollapsedGP, DataSums, data_sums
 from .data import Rows
 from .kernels import TighterInducingPointKernel
-from .likelihoods.properties import gaussian_noise, is_gaussian, observed
+from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
 from .modes import chunks
 from .prior import Prior, Projection
-from .strategies import TighterStrategy
+from .strategies import TighterStrategy, TighterVariationalStrategy
 
 
 class TrainingData(NamedTuple):
@@ -28,14 +29,12 @@ class TrainingData(NamedTuple):
     :param observed: Which targets there are, shaped like the targets; None if all.
     :param noise: Noise variances, shaped like the targets.
     :param bound: Name of the bound.
-    :param labels: Blocks of the points, if the bound has them.
     """
 
     x: Tensor
     observed: Tensor | None
     noise: Tensor
     bound: str
-    labels: Tensor | None
 
 
 class Posterior(NamedTuple):
@@ -43,40 +42,32 @@ class Posterior(NamedTuple):
 
     :param prior: Turns inputs into (prior mean, A, d).
     :param q: q(w).
+    :param points: The inducing points.
     :param jitter: What the model's own predictive variance has on top of the formula's.
     :param strategy: The strategy, of an uncollapsed model.
     :param training: The data, of a collapsed model.
+    :param labels: The model's own blocks, if it has any.
     """
 
     prior: Prior
     q: Whitened
+    points: Tensor
     jitter: float = 0.0
     strategy: TighterStrategy | None = None
     training: TrainingData | None = None
+    labels: Tensor | None = None
 
-    @property
-    def projector(self) -> Prior:
-        return self.prior
+    def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at inputs ``... x B x D``."""
+        wanted = (self.points if self.training is None else self.training.x).size(-1)  # a network may lie between
+        if x.size(-1) != wanted:
+            raise ValueError(f"Inputs must have shape ... x N x {wanted}, as in training; got {tuple(x.shape)}.")
+        return self.moments(self.prior(x))
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
         mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
         return points.mean + mean, explained + points.residual + self.jitter
-
-    @property
-    def num_dims(self) -> int:
-        """Number of input dimensions."""
-        if self.training is not None:
-            return self.training.x.size(-1)
-        assert self.strategy is not None
-        return self.strategy.inducing_points.size(-1)
-
-    @property
-    def labels(self) -> Tensor | None:
-        """The model's own blocks, if it has any."""
-        if self.training is not None:
-            return self.training.labels
-        return getattr(getattr(self.strategy, "conditional", None), "labels", None)
 
 
 def gathered(
@@ -90,7 +81,7 @@ def gathered(
     precision = noise.double().reciprocal()
     if mask is not None:
         precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    prior = prior.factorized(x[slice(batch_size)])
+    prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
     return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
 
@@ -101,6 +92,11 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
         raise TypeError(
             "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
             f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
+        )
+    if kernel.likelihood is not model.likelihood:
+        raise ValueError(
+            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
+            "the same object."
         )
     y = model.train_targets
     noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
@@ -128,20 +124,30 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
     """
     if isinstance(model, CollapsedGP):
         prior, q = model.posterior(dtype)
-        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name, None)
-        return Posterior(prior, q, training=training)
+        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
+        return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        kernel = model.covar_module
-        (x,), y = model.train_inputs, model.train_targets
+        kernel, (x,), y = model.covar_module, model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
         prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
-        seen = observed(model.likelihood, y, y.shape[-1:])
-        training = TrainingData(x, seen, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
-        return Posterior(prior, sums.best_q(), training=training)
+        training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
+        labels = getattr(kernel.blocks, "labels", None)
+        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
     strategy = tighter_strategy(model)
-    strategy._initialize()
-    prior = strategy.prior(dtype).factorized(strategy.inducing_points)
-    return Posterior(prior, strategy.whitened(), strategy.jitter_val, strategy)
+    strategy.start_from_prior()
+    points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)
+    prior = strategy.prior(dtype).factorized(points)
+    return Posterior(prior, strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
+
+
+def tighter_copy(model: ApproximateGP) -> ApproximateGP:
+    """A copy of a model on GPyTorch's own VariationalStrategy with one of this package in its place, of the same q(u)."""
+    model = copy.deepcopy(model)
+    standard: Any = model.variational_strategy
+    z, q = standard.inducing_points, standard._variational_distribution
+    model.variational_strategy = TighterVariationalStrategy(model, z.detach(), q, jitter_val=standard.jitter_val)
+    model.variational_strategy.variational_params_initialized.copy_(standard.variational_params_initialized)
+    return model
 
 
 def tighter_strategy(model: Any) -> TighterStrategy:
@@ -167,5 +173,5 @@ def has_own_call(model: Any) -> bool:
 
 def require_gaussian(likelihood: Any, what: str, hint: str = "") -> None:
     """Raise unless the likelihood is Gaussian; ``hint`` says what to do then."""
-    if not is_gaussian(likelihood):
+    if not family(likelihood).is_gaussian:
         raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}. {hint}".rstrip())

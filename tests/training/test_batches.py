@@ -161,7 +161,10 @@ class Strange(Dataset):
 
 @pytest.mark.parametrize(
     ("item", "message"),
-    [(torch.zeros(2), "must yield"), ((torch.zeros(2, dtype=torch.cfloat), torch.zeros(())), "x must hold real numbers")],
+    [
+        (torch.zeros(2), "must yield"),
+        ((torch.zeros(2, dtype=torch.cfloat), torch.zeros(())), "x must hold real numbers"),
+    ],
 )
 def test_a_loader_of_something_else_is_refused(item, message):
     with pytest.raises(TypeError, match=message):

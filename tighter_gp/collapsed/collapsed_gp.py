@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..likelihoods.properties import gaussian_noise, is_gaussian
+from ..likelihoods.family import family, gaussian_noise
 from ..maths.bounds import PENALTIES, check_bound
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, explained_moments
@@ -39,7 +39,7 @@ def collapsed_bound(
 ) -> Tensor:
     r"""A collapsed bound on the log evidence, summed over the data.
 
-    Equal to :func:`~tighter_gp.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
+    Equal to :func:`~tighter_gp.maths.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
     :math:`O(NM^2)`, memory :math:`O(M^2 + MB)` for chunks of :math:`B` rows where the data are many. Where float32 does not
     know the residual variances to within the noise, the kernel is evaluated in float64.
 
@@ -152,7 +152,7 @@ class CollapsedGP(Module):
         jitter_val: float = 0.0,
     ) -> None:
         super().__init__()
-        if not is_gaussian(likelihood):
+        if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         check_bound(bound, tuple(PENALTIES))
         own = next(covar_module.parameters(), torch.empty(0))

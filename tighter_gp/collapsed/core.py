@@ -168,6 +168,6 @@ def parameters_of(*modules: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
             if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name} of {type(child).__name__} is a tensor with a gradient and no parameter, which a collapsed bound "
-                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.bounds."
+                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.maths.bounds."
                 )
     return [(parameter, parameter) for parameter in dict.fromkeys(p for m in modules for p in m.parameters())]

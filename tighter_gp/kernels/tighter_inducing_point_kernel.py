@@ -20,7 +20,7 @@ from torch import Tensor
 from ..collapsed.collapsed_gp import kernel_prior
 from ..collapsed.prices import price
 from ..conditionals import Blocks
-from ..likelihoods.properties import is_gaussian
+from ..likelihoods.family import family
 from ..maths.bounds import check_bound
 from ..maths.linalg import full_precision
 from ..prior import Prior, Projection
@@ -112,7 +112,7 @@ class TighterInducingPointKernel(InducingPointKernel):
             raise ValueError(
                 f"blocks= and bound='block' belong together: the labels of the training points; got {came}."
             )
-        if not is_gaussian(likelihood):
+        if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         if bound != "titsias" and isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
             raise TypeError(

@@ -45,7 +45,7 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
 
     @torch.no_grad()
     def best_scale(self, mean: Tensor, explained: Tensor, residual: Tensor, beta: float = 1.0) -> Tensor:
-        r"""The best :math:`m_n`: at :math:`x = \log m` the root of :math:`h(x) = x + \log(1 + d\, e^{\mu + (s + e^x d)/2} / \beta)`.
+        r"""The best :math:`m_n`, with :math:`x = \log m_n` the root of :math:`h(x) = x + \log(1 + d_n \lambda_n(e^x) / \beta)`.
 
         :math:`h` is convex and increasing, so Newton's method from its right, where the scale's own part of the rate is
         left out, never passes the root; far from it a step is nearly one.

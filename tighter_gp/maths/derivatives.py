@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as differentiable_once
 
 from .linalg import full_precision, solve_lower, solve_lower_transposed
 
@@ -21,10 +20,14 @@ __all__ = ["mean_and_explained", "through_factor", "whiten"]
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass in full precision, which raises where a graph of it is asked for."""
 
-    @differentiable_once
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Tensor) -> Any:
-        with full_precision(grads[0].device.type):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "This training operation cannot be differentiated twice (create_graph=True). For second derivatives "
+                "compute the bound from tighter_gp.maths.moments and tighter_gp.maths.bounds in float64."
+            )
+        with torch.no_grad(), full_precision(grads[0].device.type):
             return backward(ctx, *grads)
 
     return guarded
@@ -101,7 +104,7 @@ class _Whiten(torch.autograd.Function):
 
 
 def mean_and_explained(matrix: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`A^\top m` and :math:`s_n = a_n^\top R R^\top a_n`, by :math:`S A` where there are many points, else by :math:`R^\top A`.
+    r""":math:`A^\top m` and :math:`s_n = a_n^\top R R^\top a_n`; by :math:`S A` in training on many points, else by :math:`R^\top A`.
 
     :param matrix: :math:`A`, ``... x M x B``.
     :param mean: :math:`m`, ``... x M``; its batch and that of the root may be larger than that of the projection.
@@ -150,7 +153,7 @@ def _add_outer(total: Tensor | None, left: Tensor, right: Tensor, shape: torch.S
     """``total + left @ right`` summed to a shape, as one product where all of the batch is summed over."""
     if len(shape) == 2 and left.dim() > 2 and left.shape[:-2] == right.shape[:-2]:
         left, right = left.reshape(-1, *left.shape[-2:]).movedim(0, 1).flatten(1), right.reshape(-1, right.size(-1))
-    if total is not None and left.dim() == 2:
+    if total is not None and left.dim() == right.dim() == 2:
         return total.addmm_(left, right)
     product = (left @ right).sum_to_size(shape)
     return product if total is None else total.add_(product)

@@ -53,7 +53,7 @@ def cholesky(
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
 
     Example:
-        >>> tighter_gp.linalg.cholesky(torch.tensor([[4.0, 2.0], [2.0, 10.0]]))
+        >>> tighter_gp.maths.linalg.cholesky(torch.tensor([[4.0, 2.0], [2.0, 10.0]]))
         tensor([[2., 0.],
                 [1., 3.]])
     """
@@ -106,11 +106,12 @@ def _reduced() -> list[tuple[Any, str, Any, Any]]:
         return [(matmul, "allow_tf32", False, True)] if matmul.allow_tf32 else []
     common = settings.fp32_precision
     backends = (settings.cuda.matmul, settings.mkldnn.matmul)
-    return [
-        (backend, "fp32_precision", "ieee", "none" if backend.fp32_precision == common else backend.fp32_precision)
-        for backend in backends
-        if backend.fp32_precision not in ("ieee", "none")
-    ]
+    found = []
+    for backend in backends:
+        if backend.fp32_precision not in ("ieee", "none"):
+            before = "none" if backend.fp32_precision == common else backend.fp32_precision
+            found.append((backend, "fp32_precision", "ieee", before))
+    return found
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def triangular_inverse(lower: Tensor) -> Tensor:
     r"""Inverse of a lower triangular matrix, by halves: less work than solving for the identity.
 
     Example:
-        >>> tighter_gp.linalg.triangular_inverse(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+        >>> tighter_gp.maths.linalg.triangular_inverse(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
         tensor([[ 0.5000,  0.0000],
                 [-0.5000,  1.0000]])
     """
@@ -166,7 +167,7 @@ def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.solve_lower(chol, torch.tensor([[2.0], [5.0]]))
+        >>> tighter_gp.maths.linalg.solve_lower(chol, torch.tensor([[2.0], [5.0]]))
         tensor([[1.],
                 [1.]])
     """
@@ -178,7 +179,7 @@ def solve_lower_transposed(chol: Tensor, rhs: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.solve_lower_transposed(chol, torch.tensor([[3.0], [4.0]]))
+        >>> tighter_gp.maths.linalg.solve_lower_transposed(chol, torch.tensor([[3.0], [4.0]]))
         tensor([[1.],
                 [1.]])
     """
@@ -194,7 +195,7 @@ def project(chol: Tensor, cross: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.project(chol, torch.tensor([[2.0, 0.0], [5.0, 2.0]]))
+        >>> tighter_gp.maths.linalg.project(chol, torch.tensor([[2.0, 0.0], [5.0, 2.0]]))
         tensor([[1.0000, 0.0000],
                 [1.0000, 0.5000]])
     """
@@ -210,7 +211,7 @@ def residual_variance(prior_variance: Tensor, projection: Tensor) -> Tensor:
 
     Example:
         >>> projection = torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
-        >>> tighter_gp.linalg.residual_variance(torch.ones(3), projection)
+        >>> tighter_gp.maths.linalg.residual_variance(torch.ones(3), projection)
         tensor([0.0000, 0.5000, 1.0000])
     """
     return (prior_variance - projection.square().sum(-2)).clamp_min(0.0)

@@ -39,7 +39,7 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
     :param q_v: :math:`q(w_v)`.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
         >>> cross = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
         >>> moments = tighter_gp.maths.solve_gp.solve_gp_moments(torch.eye(2), cross, torch.ones(2), q, q)
         >>> moments.mean, moments.residual
@@ -52,7 +52,7 @@ def join_whitened(q_u: Whitened, q_v: Whitened) -> Whitened:
     r""":math:`q(w_u)\,q(w_v)` as one Gaussian over the stacked :math:`w`, with a block-diagonal root.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
         >>> tighter_gp.maths.solve_gp.join_whitened(q, q).stddev
         tensor([0.5000, 0.5000])
     """

@@ -13,21 +13,17 @@ from torch import Tensor
 
 from ..carrier import Carrier, find_carriers, mixes_points
 from ..conditionals import Conditional, OptimalConditional
-from ..likelihoods.properties import (
+from ..likelihoods.expectations import (
     correlates_tasks,
     draw_samples,
     event_variance,
     expected_log_prob,
-    filled,
-    gaussian_noise,
-    has_closed_form,
-    is_gaussian,
-    is_sampled,
+    mean_curvature,
     place_samples,
-    signed,
+    sampled_log_prob,
     task_covariance,
 )
-from ..likelihoods.slopes import mean_curvature, sampled_log_prob
+from ..likelihoods.family import family, filled, gaussian_noise, signed
 from ..likelihoods.targets import check_arguments
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
 from .wrapped import copied_dims, pull_back, sum_copies, with_variance
@@ -80,18 +76,32 @@ def data_terms(
         >>> bool(terms.conditional >= 0)
         True
     """
-    check_arguments(likelihood, kwargs)
-    carrier, target = carrier_of(q), signed(target)
-    target = target if mask is None else filled(target, mask)
-    if is_gaussian(likelihood):
-        terms = _gaussian_terms(likelihood, q, carrier, target, mask, beta, **kwargs)
+    return carried_terms(
+        carrier_of(q), likelihood, q, target, mask=mask, beta=beta, by_curvature=by_curvature, **kwargs
+    )
+
+
+def carried_terms(
+    carrier: Carrier,
+    likelihood: Any,
+    q: MultivariateNormal,
+    target: Tensor,
+    *,
+    mask: Tensor | None,
+    beta: float,
+    by_curvature: bool = False,
+    **kwargs: Any,
+) -> DataTerms:
+    """:func:`data_terms` of a q(f) whose carrier is known."""
+    if kwargs:
+        check_arguments(likelihood, kwargs)
+    target = signed(target) if mask is None else filled(signed(target), mask)
+    if family(likelihood).is_gaussian:
+        log_prob, penalty = _gaussian_terms(likelihood, q, carrier, target, mask, beta, **kwargs)
     else:
-        terms = _other_terms(likelihood, q, carrier, target, mask, beta, by_curvature, **kwargs)
-    log_prob, penalty = terms
-    # Copies of one function pay once.
-    num_copies = math.prod(carrier.batch_shape[dim] for dim in copied_dims(q, carrier))
-    # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
-    num_batch = len(q.batch_shape)
+        log_prob, penalty = _other_terms(likelihood, q, carrier, target, mask, beta, by_curvature, **kwargs)
+    # Copies of one function pay once; some likelihoods sum over tasks, some do not: sum over all that is not batch.
+    num_copies, num_batch = math.prod(carrier.batch_shape[dim] for dim in copied_dims(q, carrier)), len(q.batch_shape)
     return DataTerms(_sum_from(_masked(log_prob, mask), num_batch), _sum_from(penalty, num_batch) / num_copies)
 
 
@@ -142,7 +152,7 @@ def _other_terms(
         kept, penalty = scale * residual, scale_penalty(scale)
     else:
         raise no_closed_form(conditional, likelihood)
-    expectation = sampled_log_prob if by_curvature and is_sampled(likelihood) else expected_log_prob
+    expectation = sampled_log_prob if by_curvature and family(likelihood).is_sampled else expected_log_prob
     return expectation(likelihood, target, with_variance(q, carrier.explained + kept), **kwargs), penalty
 
 
@@ -169,10 +179,10 @@ def _best_scale(
 ) -> Tensor:
     """The best :math:`m_n` of each latent function, without a graph."""
     is_plain = mask is None and q.lazy_covariance_matrix is carrier
-    if is_plain and has_closed_form(likelihood, "best_scale"):
+    if is_plain and _has(likelihood, "best_scale"):
         return likelihood.best_scale(q.mean, carrier.explained, carrier.residual, beta)
     curvature, copied = _curvature(likelihood, q, carrier, target, mask, is_plain, **kwargs), copied_dims(q, carrier)
-    num_steps = min(conditional.num_steps, _SAMPLED_STEPS) if is_sampled(likelihood) else conditional.num_steps
+    num_steps = min(conditional.num_steps, _SAMPLED_STEPS) if family(likelihood).is_sampled else conditional.num_steps
     return conditional.solve(carrier.residual, lambda m: sum_copies(curvature(m), copied) / beta, num_steps)
 
 
@@ -187,7 +197,7 @@ def _curvature(
 ) -> Callable[[Tensor], Tensor]:
     r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
     explained, residual = carrier.explained, carrier.residual
-    if is_plain and has_closed_form(likelihood, "curvature_of_moments"):
+    if is_plain and _has(likelihood, "curvature_of_moments"):
         known = likelihood.curvature_of_moments(target, q.mean.detach())
         return lambda scale: known(torch.addcmul(explained, scale, residual))
 
@@ -200,7 +210,7 @@ def _curvature(
             (slope,) = torch.autograd.grad(log_prob.sum(), kept)
         return -2 * slope
 
-    if not is_sampled(likelihood):
+    if not family(likelihood).is_sampled:
         return by_derivative
     draws, seen = draw_samples(q), None if mask is None else _of_functions(mask, likelihood, q)
 
@@ -213,6 +223,11 @@ def _curvature(
         return pull_back(q, carrier, _masked(curvature, seen))
 
     return by_samples
+
+
+def _has(likelihood: Any, name: str) -> bool:
+    """Whether a likelihood of this package has a closed form of that name, for the density that it has."""
+    return family(likelihood).expectation == "moments" and hasattr(likelihood, name)
 
 
 def carrier_of(q: Any) -> Carrier:

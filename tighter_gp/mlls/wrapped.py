@@ -11,7 +11,7 @@ from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVar
 from torch import Tensor
 
 from ..carrier import Carrier, replace_variance
-from ..likelihoods.properties import event_variance
+from ..likelihoods.expectations import event_variance
 from ..strategies.base import divergence
 
 
@@ -47,9 +47,10 @@ def pull_back(
 
 def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     """The dimensions of the carrier's batch that a wrapper consumed and that hold copies of one function."""
+    if q.lazy_covariance_matrix is carrier:
+        return ()
     # The wrappers move the dimension they consume to the end of the carrier's batch.
-    consumed = range(len(q.batch_shape), len(carrier.batch_shape))
-    return tuple(dim for dim in consumed if carrier.copied[dim])
+    return tuple(dim for dim in range(len(q.batch_shape), len(carrier.batch_shape)) if carrier.copied[dim])
 
 
 def sum_copies(precision: Tensor, copied: tuple[int, ...]) -> Tensor:

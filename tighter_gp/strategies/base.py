@@ -77,7 +77,7 @@ class TighterStrategy(VariationalStrategy):
         return self._variational_distribution()
 
     def q(self) -> list[Whitened]:
-        """Return the independent factors of q(w) as tensors."""
+        """Tensors of the independent factors of q(w)."""
         return [whitened(distribution) for distribution in self.distributions]
 
     def whitened(self) -> Whitened:
@@ -107,7 +107,7 @@ class TighterStrategy(VariationalStrategy):
         """After q(u) was set by hand: GPyTorch must not overwrite it at the first call."""
         self.variational_params_initialized.fill_(1)
 
-    def _initialize(self) -> None:
+    def start_from_prior(self) -> None:
         """Start q(u) from the prior at the first call, unless it was set by hand."""
         if self._has_q:
             return
@@ -189,7 +189,7 @@ class TighterStrategy(VariationalStrategy):
                 f"Inputs must have shape ... x N x {self.inducing_points.size(-1)} like the inducing points; "
                 f"got {tuple(x.shape)}.{hint}"
             )
-        self._initialize()
+        self.start_from_prior()
         with full_precision(x.device.type):
             return self.forward(x, projection=projection, index=index, diag=diag, **kwargs)
 
@@ -215,15 +215,18 @@ class TighterStrategy(VariationalStrategy):
         if self.training and self.conditional.is_learned:
             kept = self.conditional.scale(residual, index=index) * residual
         is_diagonal = self.training and (diag or self.conditional.is_learned)
-        lazy = None if is_diagonal else lambda: self._covariance(x, points, q, **kwargs)
+        shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
+        lazy = None if is_diagonal else lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
         return MultivariateNormal(location, Carrier(s + kept, s, residual, lazy=lazy, origin=origin))
 
-    def _covariance(self, x: Tensor, points: Projection, q: list[Whitened], **kwargs: Any) -> LinearOperator:
+    def _covariance(
+        self, x: Tensor, points: Projection, q: list[Whitened], jitter: float, **kwargs: Any
+    ) -> LinearOperator:
         r""":math:`K_{XX} + \epsilon I - A^\top A + A^\top S A`."""
         prior = self.model.forward(x, **kwargs).lazy_covariance_matrix
         dtype = points.mean.dtype
         matrix = points.matrix.to(dtype)
-        parts = [prior.add_jitter(self.jitter_val), MatmulLinearOperator(-matrix.mT, matrix)]
+        parts = [prior.add_jitter(jitter), MatmulLinearOperator(-matrix.mT, matrix)]
         for rows, part in zip(matrix.split([p.mean.size(-1) for p in q], dim=-2), q, strict=True):
             root = explained_root(rows, part.to(dtype))  # R' A  [..., R, B]
             parts += [] if root is None else [RootLinearOperator(root.mT)]
@@ -233,7 +236,7 @@ class TighterStrategy(VariationalStrategy):
 
     def amortized_exact_gp(self, mean_module: Any = None, covar_module: Any = None) -> FantasyGP:
         """An exact GP with the same q(f), at the parameters of the moment."""
-        self._initialize()
+        self.start_from_prior()
         return fantasy_gp(self, mean_module, covar_module)
 
     def get_fantasy_model(
@@ -252,3 +255,16 @@ def divergence(q: list[Whitened]) -> Tensor:
         for part in q
     ]
     return sum(parts[1:], start=parts[0])
+
+
+def gp_of(model: Any) -> Any:
+    """The GP within a model: the model itself, or its one part with a ``variational_strategy``, such as one behind a network."""
+    if hasattr(model, "variational_strategy"):
+        return model
+    found = [module for module in model.modules() if hasattr(module, "variational_strategy")]
+    if len(found) != 1:
+        raise TypeError(
+            f"Expected a model with a variational_strategy, or a module that holds one such; got {type(model).__name__}, which "
+            f"holds {len(found)}."
+        )
+    return found[0]

@@ -64,7 +64,10 @@ def body(
     :param reseed: Lets a second pass draw what the first one did.
     """
     ok: list[Tensor] = []
-    if not parts:
+    if not parts and batch.x is None:
+        known = first_pass(problem, batch, check)
+        loss = first = known.loss(known.q)
+    elif not parts:
         loss = first = problem.loss(batch, check)
     elif is_closed(problem, parts, batch):
         projection = project(problem, batch, check)  # K, chol, A: once

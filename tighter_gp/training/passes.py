@@ -48,7 +48,7 @@ def first_pass(problem: Problem, batch: Batch, check: bool) -> Pass:
     if batch.x is None:
         q_x = problem.model.latents.q(batch.rows)
         x = q_x.rsample(torch.Size([1]))  # the same draws in both passes  [1, B, Q]
-        at = lambda q: -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **batch.kwargs) * batch.weight
+        at = lambda q: -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **batch.kwargs).bound * batch.weight
         return Pass(problem.objective.q_f(x, batch.rows, **options), at)
     # Samples show no curvature by themselves.
     if isinstance(problem.objective, TighterELBO) and is_sampled(problem.likelihood):

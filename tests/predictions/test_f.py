@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import gpytorch
 import numpy as np
 import pytest
@@ -187,50 +185,6 @@ def test_collapsed_models(ours):
     torch.testing.assert_close(q.variance, variance.diagonal(), rtol=1e-4, atol=1e-6)
 
 
-def test_softmax_has_a_distribution_of_all_its_functions():
-    model = shake(multitask(IndependentMultitaskVariationalStrategy))
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=T, mixing_weights=False)
-    q = tighter_gp.predict(model, points())
-    probs = tighter_gp.predict_y(model, likelihood, points(), num_samples=4096).probs
-    draws = q.sample(torch.Size([20000])).softmax(-1).mean(0)
-    torch.testing.assert_close(probs, draws, rtol=0, atol=0.03)
-
-
-def test_likelihood_of_the_answer_adds_the_noise():
-    model, likelihood = shake(multitask(LMCVariationalStrategy)), gpytorch.likelihoods.MultitaskGaussianLikelihood(T)
-    q = tighter_gp.predict(model, points())
-    y = likelihood(q)
-    expected = tighter_gp.predict_y(model, likelihood, points())
-    torch.testing.assert_close(y.variance, expected.variance, rtol=1e-9, atol=0)
-    torch.testing.assert_close(per_point(y)[1].detach(), expected.covariance, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["one output", "one output of GPyTorch", "mixed tasks"])
-@pytest.mark.parametrize("form", ["array", "float32 array", "read-only", "memory map"])
-def test_arrays_are_taken(kind, form, tmp_path):
-    model = shake(MODELS[kind]())
-    values = points().numpy()
-    if form == "float32 array":
-        values = values.astype(np.float32)
-    elif form == "read-only":
-        values = values.copy()
-        values.flags.writeable = False
-    elif form == "memory map":
-        np.save(tmp_path / "x.npy", values)
-        values = np.load(tmp_path / "x.npy", mmap_mode="r")
-    expected, q = tighter_gp.predict(model, torch.tensor(values).double()), tighter_gp.predict(model, values)
-    torch.testing.assert_close(q.mean, expected.mean)
-    torch.testing.assert_close(q.variance, expected.variance)
-
-
-@pytest.mark.parametrize("as_array", [True, False])
-def test_inputs_of_one_dimension(as_array):
-    model = randomize_q(make_gp(points(M, 1, seed=3)))
-    x = points(N, 1)
-    flat = x[:, 0].numpy() if as_array else x[:, 0]
-    assert torch.equal(tighter_gp.predict(model, flat).mean, tighter_gp.predict(model, x).mean)
-
-
 @pytest.mark.parametrize("kind", ["one output", "independent tasks", "mixed tasks", "one output of GPyTorch"])
 def test_memory_is_that_of_the_answer_and_one_chunk(kind):
     model, count, chunk = shake(MODELS[kind]()), 20000, 50
@@ -240,42 +194,68 @@ def test_memory_is_that_of_the_answer_and_one_chunk(kind):
     assert sizes.largest <= max(answer, (chunk * T) ** 2, (chunk + M) ** 2 * T)
 
 
-def test_a_memory_map_is_read_in_chunks(tmp_path):
-    model = shake(MODELS["one output"]())
-    values = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float64, (30000, D))
-    with LargestOutput() as sizes:
-        tighter_gp.predict(model, values, batch_size=100)
-    assert sizes.largest <= 30000  # one number per point: the inputs are twice that
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_points_have_an_empty_answer(kind):
+    model = shake(MODELS[kind]())
+    some, none = tighter_gp.predict(model, points()), tighter_gp.predict(model, points(0))
+    dim = -len(some.event_shape)
+    assert none.mean.shape == some.mean.narrow(dim, 0, 0).shape
+    assert none.variance.shape == none.mean.shape
 
 
-def test_no_points_and_no_distribution_are_refused():
-    with pytest.raises(ValueError, match="no test points"):
-        tighter_gp.predict(MODELS["one output"](), torch.empty(0, D))
+class Own(torch.nn.Module):
+    """A model that gives q(f) itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def f_at(self, x):
+        return self.scale * x.sum(-1), x.square().sum(-1)
+
+
+class Network(torch.nn.Module):
+    """A network before a GP."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.gp = torch.nn.Linear(D, D), shake(MODELS["one output"]())
+
+    def forward(self, x):
+        return self.gp(self.net(x))
+
+
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_any_module_that_gives_f_predicts(batch_size):
+    x, model, network = points(), Own(), Network().train()
+    q, y = tighter_gp.predict(model, x, batch_size=batch_size), tighter_gp.predict_y(model, make_noise(0.3), x)
+    torch.testing.assert_close((q.mean, q.variance), (2 * x.sum(-1), x.square().sum(-1)))
+    torch.testing.assert_close(y.variance, q.variance + 0.3)
+    q, expected = tighter_gp.predict(network, x, batch_size=batch_size), network.eval()(x)
+    torch.testing.assert_close((q.mean, q.variance), (expected.mean.detach(), expected.variance.detach()))
     with pytest.raises(TypeError, match="must return a MultivariateNormal in eval mode; got Tensor"):
-        tighter_gp.predict(torch.nn.Linear(D, 1), points())
+        tighter_gp.predict(torch.nn.Linear(D, 1), x)
 
 
-def test_last_term_of_a_model_with_a_call_of_its_own_is_refused():
-    with pytest.raises(TypeError, match="__call__ of its own"):
-        tighter_gp.predict(
-            MODELS["feature extractor in __call__"](), points(), "exact", likelihood=make_noise(0.1), train_x=points()
-        )
-
-
-# -- BoTorch ----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def botorch_models():
-    return pytest.importorskip("botorch.models", reason="needs BoTorch, in the test extra")
+@pytest.mark.parametrize("dtype", ["f8", "f4", ">f8"])
+def test_arrays_are_taken_and_read_in_chunks(dtype, tmp_path):
+    model, values = shake(MODELS["one output"]()), points(30_000).numpy().astype(dtype)
+    np.save(tmp_path / "x.npy", values)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    with LargestOutput() as sizes:
+        q = tighter_gp.predict(model, mapped, batch_size=100)
+    assert sizes.largest <= 30_000  # one number per point: the inputs are twice that
+    x = torch.tensor(values.astype("f8"))
+    torch.testing.assert_close(q.variance, tighter_gp.predict(model, x).variance)
+    one = randomize_q(make_gp(points(M, 1, seed=3)))
+    assert torch.equal(tighter_gp.predict(one, values[:, 0]).mean, tighter_gp.predict(one, x[:, :1]).mean)
 
 
 @pytest.mark.parametrize("num_outputs", [1, 2])
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.UserInputWarning")
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.InputDataWarning")
+@pytest.mark.filterwarnings("ignore")  # BoTorch's advice on data
 def test_model_of_botorch_is_unwrapped_and_its_inputs_transformed(num_outputs):
-    make = botorch_models().SingleTaskVariationalGP
-    from botorch.models.transforms import Normalize
+    make = pytest.importorskip("botorch.models", reason="needs BoTorch, in the test extra").SingleTaskVariationalGP
+    from botorch.models.transforms import Normalize, Standardize
 
     x = 10 * points(20, seed=6)
     y = torch.stack([torch.sin(x[:, 0]), torch.cos(x[:, 1])], -1)[:, :num_outputs]
@@ -290,14 +270,6 @@ def test_model_of_botorch_is_unwrapped_and_its_inputs_transformed(num_outputs):
     torch.testing.assert_close(q.variance, expected.variance.detach().reshape(shape), rtol=1e-7, atol=1e-8)
     noisy = model.posterior(new, observation_noise=True).variance.detach().reshape(shape)
     torch.testing.assert_close(tighter_gp.predict_y(model, model.likelihood, new).variance, noisy, rtol=1e-7, atol=1e-8)
-
-
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.UserInputWarning")
-def test_model_of_botorch_with_transformed_targets_is_refused():
-    make = botorch_models().SingleTaskVariationalGP
-    from botorch.models.transforms import Standardize
-
-    model = make(points(), points()[:, :1], inducing_points=M, outcome_transform=Standardize(1))
-    for call in (tighter_gp.predict, lambda model, x: tighter_gp.predict_y(model, model.likelihood, x)):
-        with pytest.raises(TypeError, match="use its posterior"):
-            call(model, points())
+    model = make(x, y[:, :1], inducing_points=M, outcome_transform=Standardize(1))
+    with pytest.raises(TypeError, match="use its posterior"):
+        tighter_gp.predict(model, x)
