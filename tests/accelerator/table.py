@@ -38,8 +38,8 @@ WAITS: dict[str, tuple[int, int]] = {
     "multitask": (1, 1),
     "LMC": (2, 2),
     "LMC, Bernoulli": (2, 2),
-    "GPLVM": (3, 1),
-    "GPLVM, beta": (3, 1),
+    "GPLVM": (1, 1),
+    "GPLVM, beta": (1, 1),
     "collapsed GPLVM": (2, 2),
     "deep GP": (5, 5),
     "mean-field q(u)": (1, 1),
@@ -52,7 +52,7 @@ WAITS: dict[str, tuple[int, int]] = {
 
 # In fit, the loss included, with debug on and off, with natural gradients where they can be and with Adam alone. An LMC
 # uploads its jitter in every pass, a deep GP looks at the moments between its layers, a kernel that is not lowered compares
-# its inputs: all three are GPyTorch's.
+# its inputs: all three are GPyTorch's. Factors of a deep GP and of q(u) in natural form are looked at as they come.
 WAITS_OF_FIT: dict[str, tuple[int, int | None]] = {
     "T-SVGP": (1, 1),
     "T-SVGP, periodic kernel": (2, 2),
@@ -65,7 +65,7 @@ WAITS_OF_FIT: dict[str, tuple[int, int | None]] = {
     "multitask": (1, 1),
     "LMC": (3, 2),
     "GPLVM": (1, 1),
-    "deep GP": (4, 4),
+    "deep GP": (6, 6),
     "mean-field q(u)": (1, 1),
     "natural q(u)": (3, None),
 }

@@ -113,7 +113,7 @@ def test_a_shortened_run_resumes_shortened(monkeypatch, tmp_path):
         ((HELD_OUT[0], HELD_OUT[1] * math.nan), ValueError, "validation targets are NaN"),
         ((HELD_OUT[0] * math.inf, HELD_OUT[1]), ValueError, "validation inputs are NaN"),
         ((HELD_OUT[0], HELD_OUT[1][:, None]), ValueError, "trailing dimension"),
-        ((HELD_OUT[0][:, :1], HELD_OUT[1]), ValueError, "like the inducing points"),
+        ((HELD_OUT[0][:, :1], HELD_OUT[1]), ValueError, "Inputs must have shape"),
         ((*HELD_OUT, {"noise": np.full(19, -1.0)}), ValueError, "must hold variances"),
     ],
 )
