@@ -22,7 +22,8 @@ class Progress:
     def __init__(self, show: bool | None) -> None:
         self.is_first = distributed.rank() == 0
         self.bar = _bar(show) if self.is_first else None
-        self.has_lines = self.bar is None and show is not False and self.is_first
+        is_read = log.isEnabledFor(logging.INFO)
+        self.has_lines = self.bar is None and show is not False and self.is_first and is_read
 
     def __enter__(self) -> Progress:
         return self
