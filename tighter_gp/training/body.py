@@ -64,7 +64,10 @@ def body(
     :param reseed: Lets a second pass draw what the first one did.
     """
     ok: list[Tensor] = []
-    if not parts:
+    if not parts and batch.x is None:
+        known = first_pass(problem, batch, check)
+        loss = first = known.loss(known.q)
+    elif not parts:
         loss = first = problem.loss(batch, check)
     elif is_closed(problem, parts, batch):
         projection = project(problem, batch, check)  # K, chol, A: once
@@ -81,8 +84,8 @@ def body(
         with _frozen(parts):
             loss = known.loss(second_pass(problem, batch, origins))
         ok = [*ok, torch.isfinite(loss.detach())]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
-    gradients = [part.to_dense() if part.is_sparse else part for part in found]  # tables of latents have sparse ones
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    gradients = [g.to_dense() if g.is_sparse else g for g in gradients]  # of a table of latent variables
     return Result(first.detach(), gradients, list(natural), ok)
 
 

@@ -176,9 +176,7 @@ def fit(
             "seed": seed,
             "num_data": source.num_data,
             "batch_size": batch_size,
-            "recipe": str(
-                replace(recipe, schedule=_described(recipe.schedule), validate_every=None, checkpoint_every=None)
-            ),
+            "recipe": recipe.described(),
             "data": fingerprint.hex(),
             "arguments": sorted(kwargs),
             "parameters": [f"{name} {tuple(p.shape)}" for name, p in problem.parameters.items()],
@@ -211,11 +209,6 @@ def _count(name: str, value: Any) -> int | None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}.")
     return operator.index(value)
-
-
-def _described(schedule: Any) -> Any:
-    """A schedule's name, or some values of a function."""
-    return ", ".join(f"{schedule(done / 4):.4g}" for done in range(5)) if callable(schedule) else schedule
 
 
 def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) -> GradientStep:

@@ -44,6 +44,7 @@ class Guard:
 
     def __init__(self, step: Step, parameters: Mapping[str, Tensor], max_failures: int) -> None:
         self.inner, self.parameters, self.max_failures = step, list(parameters.values()), max_failures
+        self.spare: list[Tensor] | None = None  # memory of an earlier copy
 
     def init(self) -> GuardState:
         """The state before the first step."""
@@ -64,8 +65,10 @@ class Guard:
             undo()
             raise
         if info.error is None:
+            self.spare = state.before
             return GuardState(inner, now, min(1.0, _LARGER * state.damping)), info
         undo()
+        self.spare = now
         state = replace(state, inner=inner, failures=state.failures + 1, error=info.error)
         if state.failures == 2:
             state, _ = self.undo(state)
@@ -93,7 +96,9 @@ class Guard:
 
     @torch.no_grad()
     def _copy(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
+        into, self.spare = self.spare or [torch.empty_like(parameter) for parameter in self.parameters], None
+        torch._foreach_copy_(into, self.parameters)
+        return into
 
     @torch.no_grad()
     def _put_back(self, values: list[Tensor]) -> None:

@@ -39,21 +39,37 @@ def init(parameters: Sequence[Tensor]) -> Adam:
 
 
 @torch.no_grad()
-def update(state: Adam, gradients: Sequence[Tensor], parameters: Sequence[Tensor], rates: Sequence[float]) -> Adam:
-    """Move parameters in place, each by its own learning rate; returns the next state."""
+def update(
+    state: Adam,
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    rates: Sequence[float],
+    tables: Sequence[int] = (),
+) -> Adam:
+    """Move parameters in place, each by its own learning rate; returns the next state.
+
+    :param tables: Places of parameters with a row per point, of which only the rows of the batch move.
+    """
     if not parameters:
         return state
     largest = _LARGEST_ENTRY * math.sqrt(min(torch.finfo(p.dtype).max for p in parameters))
     gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -largest), largest)
     count = state.count + 1
-    mean = torch._foreach_mul(state.mean, _DECAY)
+    mean = list(torch._foreach_mul(state.mean, _DECAY))
     torch._foreach_add_(mean, gradients, alpha=1 - _DECAY)
-    square = torch._foreach_mul(state.square, _SQUARES)
+    square = list(torch._foreach_mul(state.square, _SQUARES))
     torch._foreach_addcmul_(square, gradients, gradients, 1 - _SQUARES)
     width = torch._foreach_sqrt(square)
     torch._foreach_div_(width, math.sqrt(1 - _SQUARES**count))
     torch._foreach_add_(width, _EPS)
-    torch._foreach_addcdiv_(list(parameters), mean, width, [-rate / (1 - _DECAY**count) for rate in rates])
+    change = list(torch._foreach_div(mean, width))
+    for place in tables:
+        seen = (gradients[place] != 0).any(-1, keepdim=True)
+        change[place] = change[place] * seen
+        mean[place] = mean[place].where(seen, state.mean[place])
+        square[place] = square[place].where(seen, state.square[place])
+    torch._foreach_mul_(change, [-rate / (1 - _DECAY**count) for rate in rates])
+    torch._foreach_add_(list(parameters), change)
     return Adam(count, mean, square)
 
 
@@ -81,6 +97,13 @@ def _hyperparameters(module: torch.nn.Module) -> Iterator[Tensor]:
     for child in module.children():
         if isinstance(child, gpytorch.Module):
             yield from _hyperparameters(child)
+
+
+def tables_of(problem: Problem) -> set[int]:
+    """Ids of the parameters whose gradients are sparse: those of latent variables and embeddings."""
+    modules = (child for root in problem.modules.values() for child in root.modules())
+    sparse = (module for module in modules if getattr(module, "sparse", False) is True)
+    return {id(parameter) for module in sparse for parameter in module.parameters(recurse=False)}
 
 
 def stated_bounds(problem: Problem) -> list[tuple[Tensor, Any, Any]]:

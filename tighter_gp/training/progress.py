@@ -22,7 +22,8 @@ class Progress:
     def __init__(self, show: bool | None) -> None:
         self.is_first = distributed.rank() == 0
         self.bar = _bar(show) if self.is_first else None
-        self.has_lines = self.bar is None and show is not False and self.is_first
+        is_read = log.isEnabledFor(logging.INFO)
+        self.has_lines = self.bar is None and show is not False and self.is_first and is_read
 
     def __enter__(self) -> Progress:
         return self
@@ -33,7 +34,8 @@ class Progress:
 
     def is_due(self, done: int, total: int) -> bool:
         """Whether another tenth of the run is done after ``done`` steps."""
-        return done < total and done * 10 // total > (done - 1) * 10 // total
+        shows = self.bar is not None or self.has_lines
+        return shows and done < total and done * 10 // total > (done - 1) * 10 // total
 
     def step(self, history: History, total: int, loss: float | None) -> None:
         """After a step.

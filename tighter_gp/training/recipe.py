@@ -100,6 +100,13 @@ class Recipe:
             natural_full=self.natural_full or full,
         )
 
+    def described(self) -> str:
+        """What tells one from another, with some values in place of a function; not how often a run looks up."""
+        values = {name: getattr(self, name) for name in ("lr", "natural", "schedule", "decay", "ramp", "other_lr")}
+        if callable(self.schedule):
+            values["schedule"] = ", ".join(f"{self.schedule(done / 4):.4g}" for done in range(5))
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
     def lr_factor(self, step: int, total: int) -> float:
         """Factor on Adam's learning rates at a step, counted from 0."""
         if self.schedule is not None:

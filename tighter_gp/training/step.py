@@ -95,6 +95,8 @@ class GradientStep:
         in_q = {id(parameter) for part in self.parts for parameter in part.parameters()}
         self.rest = {name: p for name, p in problem.parameters.items() if id(p) not in in_q}
         self.kinds, self.bounds = optimizer.kinds_of(problem), optimizer.stated_bounds(problem)
+        sparse = optimizer.tables_of(problem)
+        self.tables = [place for place, parameter in enumerate(self.rest.values()) if id(parameter) in sparse]
         self.captured = Captured(problem, self.parts, list(self.rest)) if compile else None
         self.num_checked, self.reseed = 0, lambda: None
 
@@ -132,7 +134,7 @@ class GradientStep:
         spread = _spread(self.problem, self.kinds, batch) if state.spread is None else state.spread
         rates = self._rates(call, batch.share, spread)
         gradients = [gradient * batch.share for gradient in result.gradients] if batch.share < 1 else result.gradients
-        adam = optimizer.update(state.adam, gradients, list(self.rest.values()), rates)
+        adam = optimizer.update(state.adam, gradients, list(self.rest.values()), rates, self.tables)
         with torch.no_grad():
             for parameter, lower, upper in self.bounds:
                 parameter.clamp_(lower, upper)
