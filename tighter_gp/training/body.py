@@ -10,9 +10,9 @@ import torch
 from gpytorch.likelihoods import GaussianLikelihood, LaplaceLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood
 from torch import Tensor
 
+from ..carrier import Origin
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..maths.linalg import full_precision
-from ..carrier import Origin
 from ..prior import Projection
 from ..strategies import TighterStrategy
 from .batches import Batch

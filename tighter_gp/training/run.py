@@ -148,7 +148,11 @@ class Run:
             with own_random_state(self.problem.device):
                 batch = next(batches)
                 is_due = self.progress.is_due(history.steps + 1, self.total)
-                loss = self._quietly(lambda batch=batch: float(self.problem.loss(batch._replace(weight=1.0)))) if is_due else None
+                loss = (
+                    self._quietly(lambda batch=batch: float(self.problem.loss(batch._replace(weight=1.0))))
+                    if is_due
+                    else None
+                )
                 converged = self._step(batch)
                 self.progress.step(history, self.total, loss)
                 stop = self._after_step() or bool(converged)
