@@ -234,7 +234,7 @@ def describe(fit: Fit, data: Data) -> dict[str, Any]:
     """What is reported of a trained model."""
     model, noise = fit.model, fit.model.likelihood.noise
     kernel = model.base_kernel
-    log_evidence = tighter_gp.bounds.exact_log_evidence(kernel(data.x).to_dense(), data.y, noise)
+    log_evidence = tighter_gp.maths.bounds.exact_log_evidence(kernel(data.x).to_dense(), data.y, noise)
     test = tighter_gp.predict(model, data.test_x)
     variance = test.variance + noise
     nlpd = 0.5 * (torch.log(2 * math.pi * variance) + (data.test_y - test.mean).square() / variance)

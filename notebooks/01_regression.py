@@ -258,13 +258,13 @@ with torch.no_grad():
     z = model.variational_strategy.inducing_points.detach()
     tighter_gp.set_optimal_q(model, likelihood, x, y)
     jitter = 1e-8 * torch.eye(len(z))
-    projection = tighter_gp.linalg.project(
-        tighter_gp.linalg.cholesky(kernel(z).to_dense() + jitter), kernel(z, x).to_dense()
+    projection = tighter_gp.maths.linalg.project(
+        tighter_gp.maths.linalg.cholesky(kernel(z).to_dense() + jitter), kernel(z, x).to_dense()
     )
-    residual = tighter_gp.linalg.residual_variance(kernel(x, diag=True), projection)
-    scale = tighter_gp.bounds.optimal_scale(residual, 1 / noise)
-    q = tighter_gp.moments.optimal_whitened(projection, y - model.mean_module(x), noise.expand_as(y))
-    explained = tighter_gp.moments.explained_variance(projection, q)
+    residual = tighter_gp.maths.linalg.residual_variance(kernel(x, diag=True), projection)
+    scale = tighter_gp.maths.bounds.optimal_scale(residual, 1 / noise)
+    q = tighter_gp.maths.moments.optimal_whitened(projection, y - model.mean_module(x), noise.expand_as(y))
+    explained = tighter_gp.maths.moments.explained_variance(projection, q)
     covariance = kernel(x).to_dense()
     gain = torch.linalg.solve(covariance + noise * torch.eye(len(x)), covariance)
     exact = (covariance - covariance @ gain).diagonal()
@@ -303,15 +303,15 @@ one = torch.ones(())
 pay = lambda penalty: [penalty(value.view(1), one).item() for value in ratio]
 
 figure, ax = plt.subplots(figsize=(6, 3.5), layout="constrained")
-ax.plot(ratio, pay(tighter_gp.bounds.trace_penalty), color=BLUE, label=r"SVGP, SGPR: $\frac{1}{2} d/\sigma^2$")
-ax.plot(ratio, pay(tighter_gp.bounds.log_penalty), color=VERMILION, label=r"tighter: $\frac{1}{2}\log(1 + d/\sigma^2)$")
+ax.plot(ratio, pay(tighter_gp.maths.bounds.trace_penalty), color=BLUE, label=r"SVGP, SGPR: $\frac{1}{2} d/\sigma^2$")
+ax.plot(ratio, pay(tighter_gp.maths.bounds.log_penalty), color=VERMILION, label=r"tighter: $\frac{1}{2}\log(1 + d/\sigma^2)$")
 ax.set(title="Price of the residual of one point", xlabel=r"$d_n / \sigma^2$", ylabel="nats")
 ax.legend()
 plt.show()
 
 total = {
-    "SVGP": tighter_gp.bounds.trace_penalty(residual, noise).item() / len(x),
-    "tighter": tighter_gp.bounds.log_penalty(residual, noise).item() / len(x),
+    "SVGP": tighter_gp.maths.bounds.trace_penalty(residual, noise).item() / len(x),
+    "tighter": tighter_gp.maths.bounds.log_penalty(residual, noise).item() / len(x),
 }
 for name, price in total.items():
     print(f"{name:8s} pays {price:.4f} nats per point on these data, at the same parameters")

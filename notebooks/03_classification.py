@@ -184,8 +184,8 @@ strategy = model.variational_strategy
 with torch.no_grad():
     prior_mean, projection, residual = strategy.projector()(train_x)
     q = strategy.whitened()
-    mean = prior_mean + tighter_gp.moments.projected_mean(projection, q)
-    explained = tighter_gp.moments.explained_variance(projection, q)
+    mean = prior_mean + tighter_gp.maths.moments.projected_mean(projection, q)
+    explained = tighter_gp.maths.moments.explained_variance(projection, q)
 
     def curvature(scale):
         """Expected p (1 - p) under q(f) with these scales."""

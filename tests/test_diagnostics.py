@@ -7,11 +7,11 @@ import dataclasses
 import gpytorch
 import pytest
 import torch
-from tighter_gp.blocks import Blocks, partition
 
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tighter_gp.blocks import Blocks, partition
 from tighter_gp.diagnostics import diagnose
 from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
 
@@ -41,9 +41,6 @@ def diagnosis_of(p: dense.Problem, kind: str = "uncollapsed", mean: float = 0.0,
 def block_bound(p: dense.Problem, labels: torch.Tensor) -> torch.Tensor:
     same = (labels.unsqueeze(0) == labels.unsqueeze(1)).double()
     return dense.f8(p._replace(D=p.D * same))
-
-
-# -- values -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,18 +76,6 @@ def test_the_block_bound_is_the_dense_one(kind):
     p, labels = dense.problem(2, hetero=True), torch.tensor([3, 0, 7] * 5 + [0, 1])
     diagnosis = diagnosis_of(p, kind, blocks=labels)
     assert diagnosis.block == pytest.approx(block_bound(p, labels).item(), rel=1e-9)
-
-
-def test_one_point_a_block_is_tighter_and_one_block_is_full():
-    p = dense.problem(4)
-    single, whole = (diagnosis_of(p, blocks=labels) for labels in (torch.arange(17), torch.zeros(17, dtype=torch.long)))
-    assert single.block == pytest.approx(single.tighter, rel=1e-12)
-    assert whole.block == pytest.approx(whole.full, rel=1e-12)
-
-
-def test_a_number_of_blocks_is_partitioned():
-    p = dense.problem(4)
-    assert diagnosis_of(p, blocks=3).block == pytest.approx(block_bound(p, partition(p.x, 3)).item(), rel=1e-9)
 
 
 def test_the_blocks_of_the_model_are_the_default():
@@ -136,38 +121,12 @@ def test_current_is_the_objective_at_the_current_q_and_reaches_tighter_at_the_be
     assert diagnosis_of(p, "collapsed").current is None
 
 
-def test_a_large_problem_leaves_out_what_costs_the_cube_of_its_size():
-    p = dense.problem(3)
-    diagnosis = diagnosis_of(p, max_exact=16)
-    assert diagnosis.full is diagnosis.evidence is None
-    assert diagnosis.upper > dense.evidence(p)
-    assert diagnosis_of(p, max_exact=17).full is not None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_do_not_change_the_result(kind):
     p = dense.problem(1, n=31)
     whole, parts = (dataclasses.astuple(diagnosis_of(p, kind, batch_size=size)) for size in (100, 7))
     for one, other in zip(whole, parts, strict=True):
         assert one == pytest.approx(other, rel=1e-12) if one is not None else other is None
-
-
-def test_float32_agrees_with_float64():
-    p = dense.problem(1)
-    likelihood = likelihood_of(p)
-    model = model_of(p, likelihood, jitter_val=1e-5)
-    double = diagnose(model, likelihood, p.x, p.y)
-    single = diagnose(model.float(), likelihood.float(), p.x.float(), p.y.float())
-    for name in ("nystrom", *BOUNDS):
-        assert getattr(single, name) == pytest.approx(getattr(double, name), rel=1e-4), name
-
-
-def test_noise_of_each_point_can_be_passed():
-    p = dense.problem(1, hetero=True)
-    likelihood = make_noise(torch.ones(3))
-    model = model_of(p, likelihood)
-    diagnosis = diagnose(model, likelihood, p.x, p.y, noise=p.noise)
-    assert diagnosis.tighter == pytest.approx(dense.f4(p).item(), rel=1e-9)
 
 
 def test_solve_gp_has_the_bounds_of_both_sets_together():
@@ -187,21 +146,6 @@ def test_solve_gp_has_the_bounds_of_both_sets_together():
     for name, reference in BOUNDS.items():
         assert getattr(diagnosis, name) == pytest.approx(reference(p).item(), rel=1e-8), name
     assert diagnosis.current < diagnosis.tighter
-
-
-# -- what it says -------------------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_left_in_its_mode_and_without_gradients():
-    p = dense.problem()
-    likelihood = likelihood_of(p)
-    for kind in KINDS:
-        model = model_of(p, likelihood, kind).train()
-        diagnose(model, likelihood, p.x, p.y)
-        assert model.training
-        assert all(parameter.grad is None for parameter in model.parameters())
-        diagnose(model.eval(), likelihood, p.x, p.y)
-        assert not model.training
 
 
 def test_the_table_shows_every_bound_that_there_is():
@@ -224,39 +168,6 @@ def test_the_shares_of_the_gap_are_those_of_the_bounds():
     assert f"closes {shares[0]}, blocks can close at most {shares[1]} more, and the other {shares[2]}" in d.advice
 
 
-def test_the_next_step_is_the_larger_of_what_is_left():
-    d = dataclasses.replace(diagnosis_of(dense.problem(0)), current=None, tighter=-60.0, full=-50.0)
-    assert dataclasses.replace(d, evidence=-45.0).advice.endswith("Next: blocks.")
-    assert dataclasses.replace(d, evidence=-30.0).advice.endswith("Next: more inducing points.")
-    assert "Next" not in dataclasses.replace(d, full=-60.0, evidence=-60.0).advice
-
-
-def test_where_all_is_explained_it_says_that_nothing_is_to_gain():
-    p = dense.problem()
-    p = p._replace(z=p.x)
-    assert diagnosis_of(p, "collapsed").advice.startswith("The inducing points explain nearly all")
-    assert "blocks gain" not in diagnosis_of(p, "collapsed", blocks=3).advice
-
-
-def test_without_the_evidence_it_says_what_is_gained_and_still_paid():
-    p = dense.problem()
-    d = diagnosis_of(p, max_exact=0, blocks=3)
-    gain, paid = (dense.f4(p) - dense.f1(p)) / 17, (dense.base(p) - dense.f4(p)) / 17
-    assert f"gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f}" in d.advice
-    assert f"These blocks gain {(d.block - d.tighter) / 17:.2f} nats per point" in d.advice
-
-
-def test_a_poor_q_is_pointed_out_and_a_good_one_is_not():
-    p = dense.problem()
-    likelihood = likelihood_of(p)
-    model = model_of(p, likelihood)
-    lost = diagnose(model, likelihood, p.x, p.y)
-    assert f"gives away {(lost.tighter - lost.current) / 17:.2f} nats per point" in lost.advice
-    tighter_gp.set_optimal_q(model, likelihood, p.x, p.y)
-    for blocks in (None, 2):
-        assert "gives away" not in diagnose(model, likelihood, p.x, p.y, blocks=blocks).advice
-
-
 @pytest.mark.parametrize("num_inducing", [5, 20, 40])
 def test_a_model_that_knows_a_few_targets_by_heart_has_learnt_the_mean(num_inducing):
     """The lengthscale never moved: each inducing point reaches the point it lies on and no other."""
@@ -270,21 +181,66 @@ def test_a_model_that_knows_a_few_targets_by_heart_has_learnt_the_mean(num_induc
     assert "learnt the mean" not in diagnose(model, model.likelihood, x, y).advice
 
 
-def test_errors_say_what_came():
-    p = dense.problem()
+def test_a_model_of_gpytorchs_own_is_diagnosed_and_what_two_lines_gain():
+    p, standard = dense.problem(3), gpytorch.variational.VariationalStrategy
     likelihood = likelihood_of(p)
-    model = model_of(p, likelihood)
-    with pytest.raises(TypeError, match=r"got BernoulliLikelihood. For .* evaluate_bound\(.*VariationalELBO"):
-        diagnose(model, gpytorch.likelihoods.BernoulliLikelihood(), p.x, p.y)
-    with pytest.raises(ValueError, match=r"one single-output model: .* got \(17, 2\) and \(17, 3\)"):
-        diagnose(model, likelihood, p.x, p.y.unsqueeze(-1).expand(17, 3))
-    with pytest.raises(ValueError, match="1 of 17 targets are NaN"):
-        diagnose(model, likelihood, p.x, p.y.index_fill(0, torch.tensor([2]), torch.nan))
-    with pytest.raises(ValueError, match=r"one integer label per point, shape \(17,\); got int64 of shape \(16,\)"):
-        diagnose(model, likelihood, p.x, p.y, blocks=torch.zeros(16, dtype=torch.long))
-    batch = make_gp(p.z, kernel_of(p), batch_shape=torch.Size([2]))
-    with pytest.raises(ValueError, match=r"one model at a time; this is a batch of \(2,\)"):
-        diagnose(batch, likelihood, p.x, p.y)
-    batch = make_gp(p.z, gpytorch.kernels.RBFKernel(batch_shape=torch.Size([3])), batch_shape=torch.Size([3]))
-    with pytest.raises(ValueError, match=r"one model at a time; this is a batch of \(3,\)"):
-        diagnose(batch, likelihood, p.x, p.y)
+    model, ours = model_of(p, likelihood, strategy=standard), model_of(p, likelihood)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found, wanted = (diagnose(m, likelihood, p.x, p.y) for m in (model, ours))
+    for name in BOUNDS:
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-12), name
+    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, len(p.y))
+    assert found.current == pytest.approx(len(p.y) * elbo(model.train()(p.x), p.y).item(), rel=1e-9)
+    assert "change two lines: TighterVariationalStrategy for VariationalStrategy" in found.advice
+    assert f"gives away {(found.titsias - found.current) / 17:.2f} nats per point" in found.advice
+    assert "two lines" not in wanted.advice
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_advice_follows_the_numbers():
+    d = dataclasses.replace(diagnosis_of(dense.problem(0)), current=None, tighter=-60.0, full=-50.0)
+    assert dataclasses.replace(d, evidence=-45.0).advice.endswith("Next: blocks.")
+    assert dataclasses.replace(d, evidence=-30.0).advice.endswith("Next: more inducing points.")
+    assert "Next" not in dataclasses.replace(d, full=-60.0, evidence=-60.0).advice
+    p = dense.problem()
+    short = diagnosis_of(p, max_exact=16, blocks=3)
+    assert short.full is short.evidence is None
+    gain, paid = (dense.f4(p) - dense.f1(p)) / 17, (dense.base(p) - dense.f4(p)) / 17
+    assert f"gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f}" in short.advice
+    assert f"These blocks gain {(short.block - short.tighter) / 17:.2f} nats per point" in short.advice
+    assert f"gives away {(short.tighter - short.current) / 17:.2f} nats per point" in short.advice
+    explained = diagnosis_of(p._replace(z=p.x), "collapsed", blocks=3)
+    assert explained.advice.startswith("The inducing points explain nearly all")
+    assert "blocks gain" not in explained.advice
+    costly = dataclasses.replace(short, jitter=1.7, current=short.tighter - 1.7)
+    assert "The jitter costs 0.10 nats" in costly.advice
+    assert "gives away" not in costly.advice
+
+
+BAD = {
+    "likelihood": (
+        lambda p: {"likelihood": gpytorch.likelihoods.BernoulliLikelihood()},
+        TypeError,
+        "got BernoulliLikelihood",
+    ),
+    "y": (lambda p: {"y": p.y.unsqueeze(-1)}, ValueError, r"one single-output model: .* got \(17, 2\) and \(17, 1\)"),
+    "nan": (lambda p: {"y": p.y / 0}, ValueError, "17 of 17 targets are NaN"),
+    "blocks": (
+        lambda p: {"blocks": torch.zeros(16).long()},
+        ValueError,
+        r"one label per point, shape \(17,\); got \(16,\)",
+    ),
+    "batch": (
+        lambda p: {"model": make_gp(p.z, kernel_of(p), batch_shape=torch.Size([2]))},
+        ValueError,
+        "one model at a time",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_it_does_not_diagnose(name):
+    p, (make, error, message) = dense.problem(), BAD[name]
+    given = {"model": model_of(p, likelihood_of(p)), "likelihood": likelihood_of(p), "x": p.x, "y": p.y, **make(p)}
+    with pytest.raises(error, match=message):
+        diagnose(**given)

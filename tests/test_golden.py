@@ -233,23 +233,6 @@ def test_predict_with_all_points_as_subset_is_exact(case):
         close(variance, case["pred_var_exact"], 1e-7)
 
 
-def test_predict_with_the_diagonal_is_clamped_where_it_is_negative(case):
-    kernel = dense.KERNELS[case.kernel_kind]
-    inducing, cross = (kernel(case.Z, x, *case.kernel_values) for x in (case.Z, case.X_test))
-    inducing = inducing + case.jitter * torch.eye(len(case.Z))
-    residual = case.kernel_values[0] - (cross * (torch.linalg.inv(inducing) @ cross)).sum(0)
-    explained = case["pred_var_drop"] - residual
-    left = case["pred_var_diag_unclamped"] - explained
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = predictions(case, "diagonal")
-    for mean, variance in found:
-        close(mean, case["pred_mean"])
-        torch.testing.assert_close(variance, explained + left.clamp_min(0.0), rtol=1e-7, atol=1e-12)
-    expected = 2 if bool((left < -1e-12).any()) else 0
-    assert sum("last_term='diagonal'" in str(warning.message) for warning in caught) == expected
-
-
 # -- non-Gaussian likelihoods -------------------------------------------------------------------------------------------
 
 

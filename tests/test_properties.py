@@ -25,7 +25,7 @@ from torch import Tensor
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tighter_gp import bounds, linalg
+from tighter_gp.maths import bounds, linalg
 
 COMMON = {"deadline": None, "database": None}
 settings.register_profile("quick", max_examples=25, derandomize=True, **COMMON)

@@ -1,12 +1,17 @@
-"""Random numbers where they are needed, from a generator wherever it is."""
+"""Seeds, and random numbers that leave the global random state as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# Torch has one random state for all threads: those that train take turns, step by step.
+_RANDOM_STATE = threading.RLock()
 
 
 @contextmanager
@@ -15,6 +20,30 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with kept_random_state(device):
         seed_generators(seed, device)
         yield
+
+
+def seed_of(*parts: int) -> int:
+    """One seed from several numbers, such that neighbouring ones have nothing in common."""
+    numbers = [part if part >= 0 else part % 2**32 for part in parts]
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+@contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """The global random state is found again as it was, and no other thread that trains seeds it meanwhile."""
+    with _RANDOM_STATE, kept_random_state(device):
+        yield
+
+
+@contextmanager
+def kept_states(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Generators are left as they were."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def drawn(seed: int, generator: torch.Generator | None, device: torch.device) -> AbstractContextManager[None]:

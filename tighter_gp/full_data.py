@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
+from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
+from .blocks import block_chunks
 from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
-from .collapsed.prices import earlier_neighbours, price, residual_within, rows_within
+from .collapsed.prices import earlier_neighbours, price, rows_within
 from .conditionals import Blocks
-from .conditionals.blocks import block_chunks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
 from .likelihoods.properties import gaussian_noise, observed
@@ -26,8 +28,8 @@ from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
-from .posterior import exact_gp_projector, gathered, require_gaussian, tighter_strategy
-from .prior import Projector, wide_precision
+from .posterior import exact_gp_prior, gathered, require_gaussian, tighter_strategy
+from .prior import Prior
 from .strategies import TighterStrategy
 
 
@@ -69,6 +71,8 @@ def evaluate_bound(
     """
     if x is None:
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
+    dtype = reference(model, likelihood).dtype
+    model, likelihood = in_float64(model, likelihood)
     like = reference(model, likelihood)
     rows_of_x = input_rows(x, like)
     num_data, kwargs = len(rows_of_x), per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
@@ -76,11 +80,11 @@ def evaluate_bound(
         y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
         _check_targets(y, num_data)
         if isinstance(model, CollapsedGP) or any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
-            return _collapsed_bound(model, likelihood, rows_of_x, y, batch_size, **noise)
+            return _collapsed_bound(model, likelihood, rows_of_x, y, batch_size, **noise).to(dtype)
         # GPyTorch's own SGPR, and an exact GP, whose bound is the evidence.
         with temporary_mode(model, True), temporary_mode(likelihood, True):
             log_prob = likelihood(model(rows_of_x[:]), **noise).log_prob(y)
-            return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
+            return sum((term.loss() for term in model.added_loss_terms()), start=log_prob).to(dtype)
     if num_data not in y.shape[-2:]:
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
     rows_of_y = Rows(y, like, dim=_point_dim(y.shape, num_data, model), name="y")
@@ -94,7 +98,7 @@ def evaluate_bound(
     needs_index = any(conditional.needs_index for conditional in conditionals)
     labels = next((conditional.labels for conditional in conditionals if isinstance(conditional, Blocks)), None)
     data_terms: Tensor | float = 0.0
-    with temporary_mode(model, False), temporary_mode(likelihood, False), wide_precision():
+    with temporary_mode(model, False), temporary_mode(likelihood, False):
         for strategy in strategies:
             strategy.training = True
         for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):
@@ -107,7 +111,21 @@ def evaluate_bound(
             check_objective(log_likelihood, q, targets)
             added_loss, conditional = (*rest, 0.0, 0.0)[:2]
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
-    return data_terms - num_data * kl_divergence
+    return (data_terms - num_data * kl_divergence).to(dtype)
+
+
+def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
+    """Copies of a model and its likelihood in float64, for values that are reported; the jitter stays that of their own."""
+    if reference(model, likelihood).dtype == torch.float64:
+        return model, likelihood
+    for part in model.modules():
+        if isinstance(part, _VariationalStrategy):
+            part._clear_cache()  # of GPyTorch's, with graphs that cannot be copied
+    model, likelihood = copy.deepcopy((model, likelihood))
+    for part in model.modules():
+        if isinstance(part, TighterStrategy):
+            part.jitter_val = part.jitter_val
+    return model.double(), likelihood.double()
 
 
 def _check_targets(y: Tensor, num_data: int) -> None:
@@ -187,7 +205,7 @@ def set_optimal_q(
     variances = {name: value[:] for name, value in given.items()}
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **variances).expand_as(y)
     with temporary_mode(model, False), full_precision(like.device.type):
-        sums = gathered(strategy.projector(), rows_of_x, y, noise, likelihood, batch_size)
+        _, sums = gathered(strategy.prior(), rows_of_x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)
 
 
@@ -203,22 +221,22 @@ def _collapsed_bound(
     neighbours: tuple[int, ...] = ()
     with temporary_mode(model, False), full_precision(y.device.type):
         if isinstance(model, CollapsedGP):
-            name, blocks, projector = model.bound_name, None, model.projector(torch.float64)
+            name, blocks, prior = model.bound_name, None, model.prior(torch.float64)
             neighbours = model.num_neighbours, model.seed
         else:
-            projector = exact_gp_projector(model, torch.float64)
+            prior = exact_gp_prior(model, torch.float64)
             name, blocks = model.covar_module.bound, model.covar_module.blocks
-        sums = gathered(projector, x, y, noise, likelihood, batch_size)
+        prior, sums = gathered(prior, x, y, noise, likelihood, batch_size)
         mask = observed(likelihood, y, y.shape[-1:])
         seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)
         noise = noise.double()
         core, misfit = sums.collapse(), torch.zeros_like(noise[..., 0])
         for rows in chunks(len(x), batch_size):
-            points = projector(x[rows])
+            points = prior(x[rows])
             left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
             misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
-        cost = _price(projector, name, blocks, x, sums.residual, noise, seen, *neighbours)
+        cost = _price(prior, name, blocks, x, sums.residual, noise, seen, *neighbours)
     quadratic = misfit + core.weights.square().sum(-1)
     # A batch of models may miss different targets.
     constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
@@ -226,7 +244,7 @@ def _collapsed_bound(
 
 
 def _price(
-    projector: Projector,
+    prior: Prior,
     name: str,
     blocks: Blocks | None,
     x: Rows,
@@ -246,10 +264,10 @@ def _price(
 
     inputs = x[rows]
     if name == "neighbours":
-        sets = earlier_neighbours(projector, inputs, noise[rows], *neighbours)
-        return price(name, residual[rows], noise[rows], rows_within(projector, inputs), sets=sets)
+        sets = earlier_neighbours(prior, inputs, noise[rows], *neighbours)
+        return price(name, residual[rows], noise[rows], rows_within(prior, inputs), sets=sets)
 
     def within(sets: Tensor) -> Tensor:
-        return residual_within(projector, inputs, projector(inputs).matrix, sets)
+        return prior.residual_within(prior(inputs), inputs, sets)
 
     return price(name, residual[..., rows], noise[..., rows], within, blocks)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from gpytorch import kernels, settings
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.models import GP
 from linear_operator.operators import DiagLinearOperator
@@ -29,15 +30,15 @@ from torch import Tensor
 
 from .collapsed import CollapsedGP
 from .collapsed.core import DataSums, data_sums
-from .collapsed.prices import residual_within
 from .data import check_array, from_array, reference
-from .likelihoods.properties import gaussian_noise
+from .likelihoods.family import gaussian_noise
 from .maths.collapsed import collapse
 from .maths.linalg import full_precision
 from .maths.moments import Whitened
 from .modes import chunks
 from .posterior import posterior_of
-from .prior import Projection
+from .prior import Prior, Projection
+from .prior.projection import diagonal
 
 _SEARCH_ALL = 100_000  # up to so many rows each is compared with each point; beyond, cells are searched
 _CELLS = 16  # of the nearest inducing points, or a sixteenth of them if that is more
@@ -284,18 +285,19 @@ class NeighbourGP(GP):
 
     def _features(self, x: Tensor) -> Tensor:
         """Inputs whose distances order the prior correlations of a stationary kernel; for others the inputs as they are."""
-        lazy = _prior(self.model, x)
-        kernel = _unscaled(lazy.kernel)
-        return lazy.x1 / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
+        kernel, seen = _kernel_at(self.model, x)
+        return seen / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
 
     def _distances(self, points: Tensor, rows: Tensor) -> Tensor:
         """From features: squared distances, or minus squared correlations; of each point up to a constant."""
         first = self._rows(slice(0, 1))
-        if isinstance(_unscaled(_prior(self.model, first).kernel), _STATIONARY):
+        if isinstance(_kernel_at(self.model, first)[0], _STATIONARY):
             centre = self._features(first)  # where products lose few digits
             rows = rows - centre
             return torch.addmm(rows.square().sum(-1), points - centre, rows.mT, alpha=-2)
-        variance = _prior(self.model, rows).diagonal(dim1=-1, dim2=-2).clamp_min(1e-30)
+        prior = _prior(self.model)
+        everything = slice(prior.num_inducing, None)
+        variance = diagonal(prior.joint(rows)[1], everything, rows.dtype).clamp_min(1e-30)
         return -_covariance(self.model, points, rows).square() / variance
 
     # -- refining -------------------------------------------------------------------------------------------------------
@@ -433,30 +435,25 @@ def _as_rows(name: str, values: Any) -> Tensor:
 # -- what this module knows of the models ---------------------------------------------------------------------------------
 
 
-def _projector(model: Any) -> Any:
-    return model.projector() if isinstance(model, CollapsedGP) else model.variational_strategy.projector()
+def _prior(model: Any) -> Prior:
+    return model.prior() if isinstance(model, CollapsedGP) else model.variational_strategy.prior()
 
 
 def _project(model: Any, x: Tensor) -> Projection:
     """(prior mean, A, d), with a graph."""
-    return _projector(model)(x)
+    return _prior(model)(x)
 
 
 def _project_sets(model: Any, x: Tensor, sets: Tensor) -> tuple[Projection, Tensor]:
     """The same, and D within sets of these points, from positions ``K x S`` to ``K x S x S``."""
-    projector = _projector(model)
-    p = projector(x)
-    return p, residual_within(projector, x, p.matrix, sets)
+    prior = _prior(model)
+    p = prior(x)
+    return p, prior.residual_within(p, x, sets)
 
 
 def _covariance(model: Any, x1: Tensor, x2: Tensor) -> Tensor:
     """Prior covariance between two sets of points, or batches of such."""
-    return _projector(model).covariance(x1, x2)
-
-
-def _prior(model: Any, x: Tensor) -> Any:
-    """The lazily evaluated prior covariance of inputs."""
-    return _projector(model).prior(x).lazy_covariance_matrix
+    return _prior(model).covariance(x1, x2, x1.dtype)
 
 
 def _points(model: Any) -> Tensor:
@@ -464,6 +461,13 @@ def _points(model: Any) -> Tensor:
     return model.inducing_points if isinstance(model, CollapsedGP) else model.variational_strategy.all_points()
 
 
-def _unscaled(kernel: Any) -> Any:
-    """The kernel within a scaled one."""
-    return _unscaled(kernel.base_kernel) if isinstance(kernel, kernels.ScaleKernel) else kernel
+def _kernel_at(model: Any, x: Tensor) -> tuple[Any, Tensor]:
+    """The kernel within scaled ones, and what it sees of some inputs; None where the covariance is not that of one kernel."""
+    prior = _prior(model)
+    covar = prior.joint(x)[1]
+    if not isinstance(covar, LazyEvaluatedKernelTensor):
+        return None, x
+    kernel = covar.kernel
+    while isinstance(kernel, kernels.ScaleKernel):
+        kernel = kernel.base_kernel
+    return kernel, covar.x1[..., prior.num_inducing :, :]

@@ -1,23 +1,25 @@
-"""One view on a trained sparse GP, uncollapsed or collapsed: its projector and its whitened q."""
+"""One view on a trained sparse GP, uncollapsed or collapsed: its prior and its whitened q."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
 from gpytorch import settings
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP, ExactGP
+from linear_operator import LinearOperator
 from torch import Tensor
 
-from .collapsed import CollapsedGP, DataSums, data_sums, projected_batches
+from .collapsed import CollapsedGP, DataSums, data_sums
 from .data import Rows
 from .kernels import TighterInducingPointKernel
-from .likelihoods.properties import gaussian_noise, is_gaussian, observed
-from .maths.moments import Whitened, explained_variance, projected_mean
+from .likelihoods.family import family, gaussian_noise, observed
+from .maths.moments import Whitened, explained_moments
 from .modes import chunks
-from .prior import Projection, Projector
-from .strategies import TighterStrategy
+from .prior import Prior, Projection
+from .strategies import TighterStrategy, TighterVariationalStrategy
 
 
 class TrainingData(NamedTuple):
@@ -27,58 +29,55 @@ class TrainingData(NamedTuple):
     :param observed: Which targets there are, shaped like the targets; None if all.
     :param noise: Noise variances, shaped like the targets.
     :param bound: Name of the bound.
-    :param labels: Blocks of the points, if the bound has them.
     """
 
     x: Tensor
     observed: Tensor | None
     noise: Tensor
     bound: str
-    labels: Tensor | None
 
 
 class Posterior(NamedTuple):
     """The prior and the whitened q of a model.
 
-    :param projector: Turns inputs into (prior mean, A, d).
+    :param prior: Turns inputs into (prior mean, A, d).
     :param q: q(w).
+    :param points: The inducing points.
     :param jitter: What the model's own predictive variance has on top of the formula's.
     :param strategy: The strategy, of an uncollapsed model.
     :param training: The data, of a collapsed model.
+    :param labels: The model's own blocks, if it has any.
     """
 
-    projector: Projector
+    prior: Prior
     q: Whitened
+    points: Tensor
     jitter: float = 0.0
     strategy: TighterStrategy | None = None
     training: TrainingData | None = None
+    labels: Tensor | None = None
+
+    def f_at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at inputs ``... x B x D``."""
+        wanted = (self.points if self.training is None else self.training.x).size(-1)  # a network may lie between
+        if x.size(-1) != wanted:
+            raise ValueError(f"Inputs must have shape ... x N x {wanted}, as in training; got {tuple(x.shape)}.")
+        return self.moments(self.prior(x))
+
+    def factorized(self, x: Tensor) -> Posterior:
+        """The same with the factor of its inducing points, for several calls; ``x`` are some of the inputs."""
+        return self if self.prior.factor is not None else self._replace(prior=self.prior.factorized(x))
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
-        q = self.q.to(points.matrix.dtype)
-        mean = points.mean + projected_mean(points.matrix, q)
-        return mean, explained_variance(points.matrix, q) + points.residual + self.jitter
-
-    @property
-    def num_dims(self) -> int:
-        """Number of input dimensions."""
-        if self.training is not None:
-            return self.training.x.size(-1)
-        assert self.strategy is not None
-        return self.strategy.inducing_points.size(-1)
-
-    @property
-    def labels(self) -> Tensor | None:
-        """The model's own blocks, if it has any."""
-        if self.training is not None:
-            return self.training.labels
-        return getattr(getattr(self.strategy, "conditional", None), "labels", None)
+        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
+        return points.mean + mean, explained + points.residual + self.jitter
 
 
 def gathered(
-    projector: Projector, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
-) -> DataSums:
-    """Sums over a data set whose missing targets count for nothing."""
+    prior: Prior, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
+) -> tuple[Prior, DataSums]:
+    """The prior with its factor, and sums over a data set whose missing targets count for nothing."""
     mask = observed(likelihood, y, y.shape[-1:])
     if mask is None and not bool(torch.isfinite(y).all()):
         count = int((~torch.isfinite(y)).sum())
@@ -86,12 +85,12 @@ def gathered(
     precision = noise.double().reciprocal()
     if mask is not None:
         precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
-    projector.settle(x[rows] for rows in chunks(len(x), 65536))
-    return data_sums(projected_batches(projector, x, y, precision, batch_size))
+    prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
+    return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
 
-def exact_gp_projector(model: ExactGP, precision: torch.dtype | None = None) -> Projector:
-    """The projector of an ExactGP with our kernel as its ``covar_module``."""
+def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
+    """The prior of an ExactGP with our kernel as its ``covar_module``."""
     kernel = getattr(model, "covar_module", None)
     if not isinstance(kernel, TighterInducingPointKernel):
         raise TypeError(
@@ -105,43 +104,53 @@ def exact_gp_projector(model: ExactGP, precision: torch.dtype | None = None) -> 
         )
     y = model.train_targets
     noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
+    prior = kernel.prior(noise, dtype)
 
-    def inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-        """The prior mean, and what the kernel sees: the inputs after any feature extractor and selection of dimensions."""
+    def joint(x: Tensor) -> tuple[Tensor, LinearOperator]:
+        """The prior mean at the inputs, and the covariance of what the kernel sees of them."""
         with settings.lazily_evaluate_kernels(True):
-            prior = model.forward(x)
-        covar = prior.lazy_covariance_matrix
+            data = model.forward(x)
+        covar = data.lazy_covariance_matrix
         if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not kernel:
             raise TypeError(
                 "forward of a collapsed model must return the covariance of its covar_module as it is; "
                 f"got {type(covar).__name__}."
             )
-        return prior.mean, covar.x1
+        return data.mean, prior.joint(covar.x1)[1]
 
-    projector = kernel.projector(noise, precision)
-    projector.inputs = inputs
-    return projector
+    return Prior(joint, prior.num_inducing, prior.jitter, prior.noise, prior.dtype)
 
 
-def posterior_of(model: Any, precision: torch.dtype | None = None) -> Posterior:
+def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
     """The view that fits the model; call it in eval mode.
 
-    :param precision: Of kernel and projection; default one that suffices.
+    :param dtype: Of kernel and projection; default one that suffices.
     """
     if isinstance(model, CollapsedGP):
-        projector, q = model.posterior(precision)
-        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name, None)
-        return Posterior(projector, q, training=training)
+        prior, q = model.posterior(dtype)
+        training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
+        return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        projector, kernel = exact_gp_projector(model, precision), model.covar_module
-        (x,), y = model.train_inputs, model.train_targets
+        kernel, (x,), y = model.covar_module, model.train_inputs, model.train_targets
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        core = gathered(projector, Rows(x, x, is_input=True), y, noise, model.likelihood).collapse()
-        seen = observed(model.likelihood, y, y.shape[-1:])
-        training = TrainingData(x, seen, noise, kernel.bound, getattr(kernel.blocks, "labels", None))
-        return Posterior(projector, Whitened(core.weights, core.root), training=training)
+        prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
+        training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
+        labels = getattr(kernel.blocks, "labels", None)
+        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
     strategy = tighter_strategy(model)
-    return Posterior(strategy.projector(precision), strategy.whitened(), strategy.jitter_val, strategy)
+    strategy.start_from_prior()
+    points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)
+    return Posterior(strategy.prior(dtype), strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
+
+
+def tighter_copy(model: ApproximateGP) -> ApproximateGP:
+    """A copy of a model on GPyTorch's own VariationalStrategy with one of this package in its place, of the same q(u)."""
+    model = copy.deepcopy(model)
+    standard: Any = model.variational_strategy
+    z, q = standard.inducing_points, standard._variational_distribution
+    model.variational_strategy = TighterVariationalStrategy(model, z.detach(), q, jitter_val=standard.jitter_val)
+    model.variational_strategy.variational_params_initialized.copy_(standard.variational_params_initialized)
+    return model
 
 
 def tighter_strategy(model: Any) -> TighterStrategy:
@@ -167,5 +176,5 @@ def has_own_call(model: Any) -> bool:
 
 def require_gaussian(likelihood: Any, what: str, hint: str = "") -> None:
     """Raise unless the likelihood is Gaussian; ``hint`` says what to do then."""
-    if not is_gaussian(likelihood):
+    if not family(likelihood).is_gaussian:
         raise TypeError(f"{what} needs a Gaussian likelihood; got {type(likelihood).__name__}. {hint}".rstrip())

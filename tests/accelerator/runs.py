@@ -39,6 +39,8 @@ def feature_run(feature: str, device: str, **options: Any) -> tighter_gp.trainin
     x, y = torch.randn(N, D), step.data[1]
     y = y.repeat(-(-N // len(y)), *(1 for _ in y.shape[1:]))[:N]
     options = {**OPTIONS, **options}
+    if "recipe" in options:
+        del options["lr"]
     if feature.startswith("GPLVM"):
         return tighter_gp.fit(
             model, likelihood, None, y.to(device), objective=tighter_gp.gplvm.LatentVariableELBO, **options

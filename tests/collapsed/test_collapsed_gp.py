@@ -41,9 +41,9 @@ def test_chunked_gradient_is_that_of_the_unchunked_bound(bound, kept, monkeypatc
         return torch.autograd.grad(value, tensors)
 
     functions = {
-        "titsias": tighter_gp.bounds.titsias_bound,
-        "spherical": tighter_gp.bounds.spherical_bound,
-        "tighter": tighter_gp.bounds.tighter_bound,
+        "titsias": tighter_gp.maths.bounds.titsias_bound,
+        "spherical": tighter_gp.maths.bounds.spherical_bound,
+        "tighter": tighter_gp.maths.bounds.tighter_bound,
     }
     projection = torch.linalg.solve_triangular(
         torch.linalg.cholesky(kernel(z).to_dense()), kernel(z, p.x).to_dense(), upper=False

@@ -17,7 +17,7 @@ import tighter_gp
 from tests.strategies.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tighter_gp import bounds
+from tighter_gp.maths import bounds
 from tighter_gp.conditionals import block_table
 
 N = 17

@@ -133,12 +133,6 @@ def test_every_form_of_q(form):
     assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
 
 
-@pytest.mark.parametrize("conditional", ["beta", "scalar"])
-def test_learned_conditional(conditional):
-    model, likelihood, x = svgp(conditional=conditional), make_noise(0.3), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
-
-
 def test_solve_gp():
     def make(model):
         q_u, q_v = (gpytorch.variational.CholeskyVariationalDistribution(n) for n in (5, 4))
@@ -165,18 +159,6 @@ def test_collapsed_models(noise):
         q = tighter_gp.predict(model, x)
         module = tighter_gp.export_predictor(model, response)
         assert_exports(module, x, [q.mean, q.variance, q.mean, q.variance + 0.2])
-
-
-def test_missing_targets_of_a_collapsed_model():
-    x, y = torch.randn(40, D), torch.randn(40)
-    y[::6] = torch.nan
-    kernel = kernels.ScaleKernel(kernels.RBFKernel())
-    model = CollapsedGP(x, y, torch.randn(6, D), kernel, make_noise(0.2), jitter_val=1e-6)
-    with gpytorch.settings.observation_nan_policy("mask"):
-        q, module = tighter_gp.predict(model, x), tighter_gp.export_predictor(model, make_noise(0.2))
-    close(module(x)[0], q.mean, 1e-6)
-    with pytest.raises(ValueError, match="7 of 40 targets are NaN"):
-        tighter_gp.export_predictor(model, make_noise(0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -229,17 +211,6 @@ def test_module_is_a_snapshot_and_can_be_copied():
     assert all(torch.equal(a, b) for a, b in zip(again(x), before, strict=True))
 
 
-def test_ready_made_model_and_its_mode():
-    torch.set_default_dtype(torch.float32)
-    x, y = torch.rand(60, 2), torch.randn(60)
-    model = tighter_gp.models.Regression(x, num_inducing=8).train()
-    tighter_gp.fit(model, model.likelihood, x, y, steps=20)
-    module = tighter_gp.export_predictor(model, model.likelihood)
-    assert model.training
-    for found, wanted in zip(module(x), expected_of(model, model.likelihood, x), strict=True):
-        close(found, wanted, 2e-4)
-
-
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 @pytest.mark.parametrize("num_inducing", [12, 15])
 def test_where_float32_does_not_do_the_module_is_wide_inside(num_inducing):
@@ -259,11 +230,6 @@ def test_where_float32_does_not_do_the_module_is_wide_inside(num_inducing):
     assert_exports(module, x[:11], [value[:11] for value in found])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class Quadratic(means.Mean):
     def forward(self, x):
         return x.square().sum(-1)
@@ -273,27 +239,26 @@ class Squared(kernels.RBFKernel):
     """Not a common kernel, though it looks like one."""
 
 
-@pytest.mark.parametrize("kernel", [Squared, kernels.PeriodicKernel, lambda: kernels.ScaleKernel(Squared())])
-def test_other_kernels_are_refused(kernel):
-    with pytest.raises(TypeError, match="does not know"):
-        tighter_gp.export_predictor(svgp(kernel()), make_noise(0.3))
-
-
-def test_other_likelihoods_are_refused():
-    fixed = make_noise(torch.full((5,), 0.2))
-    for likelihood in (fixed, likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)):
-        with pytest.raises(TypeError, match="does not know"):
-            tighter_gp.export_predictor(svgp(), likelihood)
-
-
-def test_other_means_and_models_are_refused():
-    with pytest.raises(TypeError, match="zero, constant or linear mean"):
-        tighter_gp.export_predictor(svgp(mean=Quadratic()), make_noise(0.3))
+def svgp_of_tasks():
     wrap = lambda s: gpytorch.variational.IndependentMultitaskVariationalStrategy(s, num_tasks=3)
-    with pytest.raises(
-        TypeError, match=r"takes a model of one output; .* has 3\. Use predict_y, or a model per output"
-    ):
-        tighter_gp.export_predictor(make_model(wrap, (3,)), make_noise(0.3))
+    return make_model(wrap, (3,))
+
+
+REFUSED = {
+    "kernel": (lambda: svgp(kernels.PeriodicKernel()), make_noise(0.3), "does not know PeriodicKernel"),
+    "derived kernel": (lambda: svgp(kernels.ScaleKernel(Squared())), make_noise(0.3), "does not know Squared"),
+    "noise": (svgp, make_noise(torch.full((5,), 0.2)), "does not know FixedNoiseGaussianLikelihood"),
+    "classes": (svgp, likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False), "does not know Softmax"),
+    "mean": (lambda: svgp(mean=Quadratic()), make_noise(0.3), "a zero, constant or linear mean"),
+    "tasks": (svgp_of_tasks, make_noise(0.3), "not wrapped for several tasks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused(name):
+    make, likelihood, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        tighter_gp.export_predictor(make(), likelihood)
 
 
 def test_forward_that_does_more_is_refused():

@@ -7,10 +7,10 @@ import math
 import mpmath
 import pytest
 import torch
-from tighter_gp.moments import Whitened
+from tighter_gp.maths.moments import Whitened
 
 from tests.tools import dense
-from tighter_gp import bounds, linalg, moments
+from tighter_gp.maths import bounds, linalg, moments
 
 RTOL = 1e-9
 BOUNDS = {

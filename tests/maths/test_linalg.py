@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.tools import dense
-from tighter_gp import linalg
+from tighter_gp.maths import linalg
 from tighter_gp.maths import fused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,7 +336,7 @@ def _newest(precision):
 SWITCHES = """
 import torch
 from tests.maths.test_linalg import _newer, _newest, _older
-from tighter_gp import linalg
+from tighter_gp.maths import linalg
 switches = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)
 SWITCH("tf32")
 before = switches()

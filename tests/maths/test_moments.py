@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tighter_gp.moments import Whitened
+from tighter_gp.maths.moments import Whitened
 
 from tests.tools import dense
-from tighter_gp import linalg, moments
+from tighter_gp.maths import linalg, moments
 from tighter_gp.maths import collapsed
 
 RTOL = 1e-9

@@ -11,7 +11,7 @@ from gpytorch.variational import (
     CholeskyVariationalDistribution,
     MeanFieldVariationalDistribution,
 )
-from tighter_gp.moments import Whitened
+from tighter_gp.maths.moments import Whitened
 
 import tighter_gp
 from tests.tools import dense

@@ -1,147 +1,96 @@
-"""The rule of ``compile="auto"``: shapes and steps alone, the same in every process and after an interruption."""
+"""Compiled steps of ``fit``: the numbers of eager ones, and when they are taken."""
 
 from __future__ import annotations
 
-import functools
+import math
 import shutil
-from types import SimpleNamespace
 
 import gpytorch
 import pytest
 import torch
 
 import tighter_gp
-from tests.training.problems import M, data, problem, state
-from tighter_gp import compiled
-from tighter_gp.training import compiling, fit, natural_steps
-from tighter_gp.training.natural_compiled import CompiledNaturalStep
+from tests.training.problems import N, data, parameters, problem
+from tighter_gp import Recipe, fit
+from tighter_gp.models import BinaryClassification, MultiOutputRegression, Regression
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+]
 
 
-def test_auto_follows_a_rule_of_shapes_and_steps_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", functools.partial(CompiledNaturalStep, backend="eager"))
-    x, y = data()
-    saved = compiling.seconds_saved(M * (M + 40), steps=3)
-    curves = []
-    with caplog.at_level("INFO", "tighter_gp"):
-        for worth in (saved, saved + 0.001):
-            monkeypatch.setattr(compiling, "_WORTH", worth)
-            caplog.clear()
-            curves.append(fit(*problem(), x, y, steps=3, batch_size=40, compile="auto").loss)
-            said = [message for message in caplog.messages if message.startswith("steps are compiled")]
-            assert len(said) == int(worth == saved)
-    assert curves[0] == pytest.approx(curves[1], rel=1e-8)
-    assert curves[1] == fit(*problem(), x, y, steps=3, batch_size=40).loss
-    with pytest.raises(ValueError, match="compile must be True, False or 'auto'; got 'yes'"):
-        fit(*problem(), x, y, steps=3, compile="yes")
+def float32(make, y):
+    def made():
+        x = data()[0].float()
+        model = make(x)
+        return model, model.likelihood, x, y(data()[1].float())
+
+    return made
 
 
-def small(device="cpu"):
-    """Three functions of 20 inducing points."""
-    q = gpytorch.variational.CholeskyVariationalDistribution(20, batch_shape=torch.Size([3]))
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    return SimpleNamespace(model=q, likelihood=likelihood, needs_index=False, device=torch.device(device))
-
-
-def test_every_entry_of_every_function_counts(monkeypatch):
-    asked = []
-    monkeypatch.setattr(compiling, "seconds_saved", lambda entries, steps: asked.append((entries, steps)) or 0.0)
-    assert not compiling.compile_pays(small(), 7, batch_size=10)
-    assert asked == [(3 * 20 * (20 + 10), 7)]
-
-
-def test_only_a_cpu_with_a_compiler_is_thought_of(monkeypatch):
-    monkeypatch.setattr(compiling, "seconds_saved", lambda entries, steps: 20.0)
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: name if name == "my-c++" else None)
-    assert not compiling.compile_pays(small(), 7, batch_size=10)
-    monkeypatch.setenv("CXX", "my-c++")
-    assert compiling.compile_pays(small(), 7, batch_size=10)
-    assert not compiling.compile_pays(small("meta"), 7, batch_size=10)
-
-
-def test_where_auto_cannot_compile_the_log_says_why_and_nobody_is_warned(monkeypatch, caplog):
-    def refuse(*args):
-        raise NotImplementedError("no graph today")
-
-    monkeypatch.setattr(compiling, "_WORTH", 0.0)
-    monkeypatch.setattr(compiled, "compile_recorded", refuse)
-    x, y = data()
-    with caplog.at_level("INFO", "tighter_gp"):
-        automatic = fit(*problem(), x, y, steps=3, batch_size=40).loss
-    assert any("not compiled: no graph today" in message for message in caplog.messages)
-    assert automatic == fit(*problem(), x, y, steps=3, batch_size=40, compile=False).loss
-    with pytest.warns(RuntimeWarning, match="not compiled"):
-        fit(*problem(), x, y, steps=3, batch_size=40, compile=True)
-
-
-@pytest.mark.parametrize("natural_gradients", [True, False])
-def test_a_run_has_one_graph_per_size_of_batch(monkeypatch, natural_gradients):
-    made = []
-    monkeypatch.setattr(compiled, "compile_recorded", lambda graph, *args: made.append(graph) or graph)
-    fit(*problem(), *data(), steps=8, batch_size=20, compile=True, natural_gradients=natural_gradients)
-    assert len(made) == 2  # 18 and 17 rows
-
-
-def test_what_a_strategy_remembers_of_earlier_calls_makes_no_other_graph(monkeypatch):
-    made = []
-    monkeypatch.setattr(compiled, "compile_recorded", lambda graph, *args: made.append(graph) or graph)
+def with_prior():
     model, likelihood = problem()
-    x, y = data()
-    step = tighter_gp.CompiledStep(tighter_gp.TighterELBO(likelihood, model, len(y)))
-    for _ in range(3):
-        step(x, y)
-        model(x)
-    assert len(made) == 1
+    model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
+    return model, likelihood, *data()
 
 
-def test_adams_steps_are_compiled_for_those_who_ask_alone(monkeypatch):
-    monkeypatch.setattr(compiling, "_WORTH", 0.0)
-    monkeypatch.setattr(compiled, "compile_recorded", lambda *args: pytest.fail("compiled"))
-    fit(*problem(), *data(), steps=2, natural_gradients=False)
+CASES = {
+    "gaussian": (float32(lambda x: Regression(x, 8), lambda y: y), {}),
+    "logistic": (float32(lambda x: BinaryClassification(x, 8), lambda y: (y > 0).long()), {}),
+    "tasks": (float32(lambda x: MultiOutputRegression(2, x, 8), lambda y: torch.stack([y, -y], -1)), {}),
+    "adam": (lambda: (*problem(), *data()), {"natural": 0}),
+    "prior": (with_prior, {}),
+}
 
 
-@pytest.mark.skipif(not any(map(shutil.which, compiling._COMPILERS)), reason="needs a C++ compiler")
-def test_compiled_runs_of_one_seed_are_the_same_to_the_bit_also_when_resumed(tmp_path):
-    x, y = data()
-    options = {"steps": 8, "batch_size": 20, "compile": True}
-    runs = []
-    for _ in range(2):
-        pair = problem()
-        runs.append((fit(*pair, x, y, **options).loss, state(*pair)))
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_run_has_the_numbers_of_an_eager_one(case, caplog):
+    make, sizes = CASES[case]
+    found = []
+    for compile in (False, True):
+        model, likelihood, x, y = make()
+        recipe = Recipe(compile=compile, **sizes)
+        with caplog.at_level("INFO", "tighter_gp"):
+            history = fit(model, likelihood, x, y, steps=10, batch_size=16, recipe=recipe)
+        found.append(torch.cat([torch.tensor(history.loss), parameters(model, likelihood)]).double())
+        assert not history.skipped
+    assert "not compiled" not in caplog.text
+    tolerance = 1e-8 if make().count(None) or case in ("adam", "prior") else 2e-3
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
 
-    def interrupt(step):
-        if step.step == 5:
-            raise KeyboardInterrupt
 
+def test_a_compiled_run_resumes_to_the_same_bits(tmp_path):
+    recipe = Recipe(compile=True, checkpoint_every=3)
+    options = {"steps": 8, "batch_size": 16, "recipe": recipe}
+    whole = fit(*problem(), *data(), **options).loss
+    stop = lambda step: step.step == 5 and (_ for _ in ()).throw(KeyboardInterrupt)
+    options["checkpoint"] = tmp_path / "run.pt"
     with pytest.raises(KeyboardInterrupt):
-        fit(*problem(), x, y, checkpoint=tmp_path / "run.pt", callbacks=[interrupt], **options)
-    pair = problem()
-    runs.append((fit(*pair, x, y, checkpoint=tmp_path / "run.pt", resume=True, **options).loss, state(*pair)))
-    for losses, values in runs[1:]:
-        assert losses == runs[0][0]
-        assert all(torch.equal(values[name], runs[0][1][name]) for name in values)
+        fit(*problem(), *data(), callbacks=[stop], **options)
+    assert fit(*problem(), *data(), resume=True, **options).loss == whole
 
 
-def test_a_resumed_run_decides_as_the_one_that_was_not_interrupted(monkeypatch, tmp_path):
-    """The rule knows the whole run: what is left of it, two steps, would not be worth it."""
-    made = []
+def test_what_cannot_be_captured_is_eager_and_the_log_says_why(caplog):
+    class Looking(tighter_gp.TighterELBO):
+        def forward(self, *args, **kwargs):
+            value = super().forward(*args, **kwargs)
+            return value if math.isfinite(value.item()) else value * 0
 
-    def captured(*args):
-        made.append(args)
-        return CompiledNaturalStep(*args, backend="eager")
+    with caplog.at_level("INFO", "tighter_gp"):
+        history = fit(*problem(), *data(), objective=Looking, steps=3, recipe=Recipe(compile=True, natural=0))
+    assert not history.skipped
+    assert "steps are not compiled" in caplog.text
 
-    monkeypatch.setattr(natural_steps, "CompiledNaturalStep", captured)
-    monkeypatch.setattr(compiling, "_WORTH", compiling.seconds_saved(M * (M + 40), steps=6))
-    x, y = data()
-    options = {"steps": 6, "batch_size": 40, "compile": "auto"}
-    whole = fit(*problem(), x, y, **options)
 
-    def interrupt(step):
-        if step.step == 4:
-            raise KeyboardInterrupt
+def test_long_runs_are_compiled_by_default(monkeypatch, caplog):
+    from tighter_gp.training import capture
 
-    path = tmp_path / "run.pt"
-    with pytest.raises(KeyboardInterrupt):
-        fit(*problem(), x, y, checkpoint=path, callbacks=[interrupt], **options)
-    resumed = fit(*problem(), x, y, checkpoint=path, resume=True, **options)
-    assert len(made) == 3
-    assert resumed.loss == whole.loss
+    monkeypatch.setattr(capture, "_compiled", lambda graph, inputs: graph)  # captured, and run as it is
+    with caplog.at_level("INFO", "tighter_gp"):
+        stop = lambda step: step.step == 3
+        fit(*problem(), *data(), steps=200_000, batch_size=16, callbacks=[stop])
+        assert "steps are compiled" in caplog.text
+        caplog.clear()
+        fit(*problem(), *data(), steps=10, batch_size=N)
+        assert "steps are compiled" not in caplog.text

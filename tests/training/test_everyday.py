@@ -1,4 +1,4 @@
-"""What users meet at default settings."""
+"""What ``fit`` does at its default settings: batches, the start, what it says, and what it is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tests.training.problems import Count, N, data, gplvm, parameters, problem
-from tighter_gp import fit
+from tighter_gp import Recipe, fit
 from tighter_gp.models import BinaryClassification, CountRegression, MultiClassification, Regression
 
 
@@ -47,7 +47,7 @@ def test_an_epoch_is_cut_into_batches_whose_sizes_differ_by_at_most_one(n, batch
     assert sizes <= {n // steps, -(-n // steps)}
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "cosine"}, {"natural_gradients": False}])
+@pytest.mark.parametrize("options", [{}, {"schedule": "cosine"}, {"natural": 0}])
 def test_a_short_last_batch_of_a_loader_counts_by_its_share(options):
     """Of 65 rows the last is a batch of its own: parameters hardly move in its step."""
     x, y = rows_of(65)
@@ -61,7 +61,7 @@ def test_a_short_last_batch_of_a_loader_counts_by_its_share(options):
 
     model = Regression(x, 8)
     loader = DataLoader(TensorDataset(x, y), 32)
-    fit(model, model.likelihood, loader, steps=12, callbacks=[moved], **options)
+    fit(model, model.likelihood, loader, steps=12, callbacks=[moved], recipe=Recipe(**options))
     short, full = moves[1::3], moves[0::3]
     assert max(a / b for a, b in zip(short, full, strict=True)) < 0.1
 
@@ -247,7 +247,7 @@ def test_a_frozen_q_stays_and_the_rest_is_trained(make, frozen):
 def test_a_schedule_that_is_no_factor_is_refused(value):
     model, likelihood = problem()
     with pytest.raises(ValueError, match="schedule"):
-        fit(model, likelihood, *data(), steps=4, schedule=lambda done: value)
+        fit(model, likelihood, *data(), steps=4, recipe=Recipe(schedule=lambda done: value))
 
 
 def test_a_third_part_of_a_batch_is_an_index_only_where_one_is_asked_for():
@@ -269,3 +269,34 @@ def test_a_latent_variable_model_has_an_objective_of_its_own():
     model, likelihood, x, rows, options = gplvm()
     given = fit(model, likelihood, x, rows, steps=3, batch_size=20, **options)
     assert chosen.loss == given.loss
+
+
+def test_float64_arrays_train_a_float32_model():
+    x, y = rows_of(60)
+    model = Regression(x.float(), 8)
+    assert len(fit(model, model.likelihood, x.double(), y.double(), steps=3).loss) == 3
+    assert model.covar_module.base_kernel.lengthscale.dtype == torch.float32
+
+
+def test_the_bar_and_the_log_show_the_loss_of_a_batch_before_its_step(caplog):
+    x, y = rows_of(400)
+    model = Regression(x, 64)
+    with caplog.at_level(logging.INFO, "tighter_gp"):
+        fit(model, model.likelihood, x, y, steps=40, batch_size=10, recipe=Recipe(natural=0.9))
+    shown = [float(m.split("loss ")[1].split()[0]) for m in caplog.messages if "on a new batch" in m]
+    bound = -float(tighter_gp.evaluate_bound(model, model.likelihood, x, y)) / len(y)
+    assert len(shown) == 9
+    assert shown[-1] > bound - 0.5  # with q(u) moved to ten rows it would be far below
+
+
+def test_other_likelihoods_have_the_loss_before_the_step_in_their_history():
+    x, y = rows_of(60)
+    model = BinaryClassification(x, 8)
+    labels = (y > 0).long()
+    mll = tighter_gp.TighterELBO(model.likelihood, model, 60)
+    seen = []
+    fit(model, model.likelihood, x, labels, steps=1, batch_size=None)
+    with torch.no_grad():
+        expected = -mll(model.train()(x), labels).item()
+    history = fit(model, model.likelihood, x, labels, steps=1, batch_size=None, callbacks=[seen.append])
+    assert history.loss[0] == pytest.approx(expected, rel=1e-5)

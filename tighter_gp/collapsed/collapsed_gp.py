@@ -10,17 +10,17 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.means import Mean, ZeroMean
+from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from ..checks import check_dims, describe_hyperparameters, raise_if_not_finite
-from ..likelihoods.properties import gaussian_noise, is_gaussian
+from ..likelihoods.family import family, gaussian_noise
 from ..maths.bounds import PENALTIES, check_bound, log_penalty
 from ..maths.linalg import full_precision
-from ..maths.moments import Whitened, explained_variance, projected_mean
-from ..modes import chunks
-from ..prior import Projector
-from .core import chunked_bound, data_sums, detached, parameters_of, projected_batches
+from ..maths.moments import Whitened, explained_moments
+from ..prior import Prior
+from ..prior.projection import raise_if_not_finite
+from .core import chunked_bound, data_sums, detached, parameters_of
 from .prices import earlier_neighbours
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def collapsed_bound(
 ) -> Tensor:
     r"""A collapsed bound on the log evidence, summed over the data.
 
-    Equal to :func:`~tighter_gp.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
+    Equal to :func:`~tighter_gp.maths.bounds.tighter_bound` (or its kin) and its gradient, whatever the chunk size; time is
     :math:`O(NM^2)`, memory :math:`O(M^2 + MB)` for chunks of :math:`B` rows where the data are many. Where float32 does not
     know the residual variances to within the noise, the kernel is evaluated in float64.
 
@@ -72,33 +72,33 @@ def collapsed_bound(
     x, y, inducing_points = _tensors(x, y, inducing_points, device)
     variances = _tensor(noise).to(y).expand(y.shape)
     points = detached(inducing_points)
-    projector = kernel_projector(kernel, points[1], variances.detach(), jitter_val)
-    sets = earlier_neighbours(projector, x, variances, num_neighbours, seed) if bound == "neighbours" else None
+    prior = kernel_prior(kernel, points[1], variances.detach(), jitter_val)
+    sets = earlier_neighbours(prior, x, variances, num_neighbours, seed) if bound == "neighbours" else None
     price = PENALTIES.get(bound, log_penalty)
-    return chunked_bound(projector, x, y, variances, price, chunk_size, [*parameters_of(kernel), points], sets)
+    return chunked_bound(prior, x, y, variances, price, chunk_size, [*parameters_of(kernel), points], sets)
 
 
-def kernel_projector(
+def kernel_prior(
     kernel: Kernel,
     inducing_points: Tensor,
     noise: Tensor,
     jitter_val: float,
     mean: Mean | None = None,
-    precision: torch.dtype | None = None,
-) -> Projector:
-    """The projector of a kernel and perhaps a mean.
+    dtype: torch.dtype | None = None,
+) -> Prior:
+    """The prior of a kernel and perhaps a mean.
 
     :param noise: Noise variances, to which the precision of the projections is matched.
-    :param precision: Of kernel and projection; default one that suffices.
+    :param dtype: Of kernel and projection; default one that suffices.
     """
 
-    def prior(x: Tensor) -> MultivariateNormal:
+    def joint(x: Tensor) -> tuple[Tensor, LinearOperator]:
+        points = inducing_points.expand(*x.shape[:-2], *inducing_points.shape[-2:])
         with settings.lazily_evaluate_kernels(True):  # which GPyTorch turns off within a kernel
-            covar = kernel(x)
-        return MultivariateNormal(x.new_zeros(()).expand(x.shape[:-1]) if mean is None else mean(x), covar)
+            covar = kernel(torch.cat([points, x], dim=-2))
+        return x.new_zeros(()).expand(x.shape[:-1]) if mean is None else mean(x), covar
 
-    owner = lambda: describe_hyperparameters(kernel)
-    return Projector(prior, inducing_points, jitter=jitter_val, noise=noise, owner=owner, precision=precision)
+    return Prior(joint, inducing_points.size(-2), jitter_val, noise, dtype)
 
 
 def _tensor(values: Any, device: torch.device | None = None) -> Tensor:
@@ -167,7 +167,7 @@ class CollapsedGP(Module):
         jitter_val: float = 0.0,
     ) -> None:
         super().__init__()
-        if not is_gaussian(likelihood):
+        if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         check_bound(bound, _BOUNDS)
         own = next(covar_module.parameters(), torch.empty(0))
@@ -187,22 +187,20 @@ class CollapsedGP(Module):
     def choose_neighbours(self) -> None:
         """For ``bound="neighbours"``: each row's neighbours, at the present hyperparameters."""
         arguments = (self.train_noise, self.num_neighbours, self.seed)
-        self.neighbours = earlier_neighbours(self.projector(), self.train_x, *arguments)
+        self.neighbours = earlier_neighbours(self.prior(), self.train_x, *arguments)
 
     @property
     def train_noise(self) -> Tensor:
         """Noise variances of the training points, ``N``."""
         return gaussian_noise(self.likelihood, torch.Size(), self.train_y.shape).expand_as(self.train_y)
 
-    def projector(self, precision: torch.dtype | None = None) -> Projector:
+    def prior(self, dtype: torch.dtype | None = None) -> Prior:
         """What turns inputs into (prior mean, A, d).
 
-        :param precision: Of kernel and projection; default one that suffices.
+        :param dtype: Of kernel and projection; default one that suffices.
         """
         noise = self.train_noise.detach()
-        return kernel_projector(
-            self.covar_module, self.inducing_points, noise, self.jitter_val, self.mean_module, precision
-        )
+        return kernel_prior(self.covar_module, self.inducing_points, noise, self.jitter_val, self.mean_module, dtype)
 
     def bound(self) -> Tensor:
         """The bound on the log evidence, summed over the data."""
@@ -210,33 +208,30 @@ class CollapsedGP(Module):
         leaves.append((self.inducing_points, self.inducing_points))
         price, noise = PENALTIES.get(self.bound_name, log_penalty), self.train_noise
         data = (self.train_x, self.train_y, noise)
-        return chunked_bound(self.projector(), *data, price, self.chunk_size, leaves, self.neighbours)
+        return chunked_bound(self.prior(), *data, price, self.chunk_size, leaves, self.neighbours)
 
     @torch.no_grad()
-    def posterior(self, precision: torch.dtype | None = None) -> tuple[Projector, Whitened]:
-        """The projector and the best q(w), gathered in a pass over the data: keep it for several predictions.
+    def posterior(self, dtype: torch.dtype | None = None) -> tuple[Prior, Whitened]:
+        """The prior with its factor and the best q(w), gathered in a pass over the data: keep it for several predictions.
 
-        :param precision: Of kernel and projection; default one that suffices.
+        :param dtype: Of kernel and projection; default one that suffices.
         """
-        projector = self.projector(precision)
-        weights = self.train_noise.reciprocal()
+        training = self.train_x, self.train_y, self.train_noise.reciprocal()
+        chunks = zip(*(part.split(self.chunk_size) for part in training), strict=True)
         with full_precision(self.train_x.device.type):
-            batches = projected_batches(projector, self.train_x, self.train_y, weights, self.chunk_size)
-            return projector, data_sums(batches).best_q()
+            prior = self.prior(dtype).factorized(self.train_x[: self.chunk_size])
+            return prior, data_sums((prior(x), y, precision) for x, y, precision in chunks).best_q()
 
     @torch.no_grad()
     def predict(self, x: Tensor | np.ndarray) -> MultivariateNormal:
         """The latent predictive distribution, in diagonal form, at inputs ``... x B x D``; one pass over the training data."""
         x = _tensor(x).to(self.inducing_points)
         x = x.unsqueeze(-1) if x.dim() == 1 else x
-        check_dims(x.shape, self.inducing_points.size(-1))
-        raise_if_not_finite(x)
-        projector, q = self.posterior()
-        means, variances = x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1])
+        (prior, q), moments = self.posterior(), []
         with full_precision(x.device.type):
-            for rows in chunks(x.size(-2), self.chunk_size):
-                points = projector(x[..., rows, :])
-                narrow = q.to(points.matrix.dtype)
-                means[..., rows] = points.mean + projected_mean(points.matrix, narrow)
-                variances[..., rows] = explained_variance(points.matrix, narrow) + points.residual
+            for rows in x.split(self.chunk_size, dim=-2):
+                points = prior(rows)
+                mean, explained = explained_moments(points.matrix, q.to(points.matrix.dtype))
+                moments.append((points.mean + mean, explained + points.residual))
+        means, variances = (torch.cat(parts, -1).to(x.dtype) for parts in zip(*moments, strict=True))
         return MultivariateNormal(means, DiagLinearOperator(variances))

@@ -10,19 +10,18 @@ and since q(w) is the best, the derivative of these terms with q(w) held fixed i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..maths.bounds import gaussian_expected_log_prob, whitened_kl
 from ..maths.collapsed import Collapsed, collapse
-from ..maths.fused import once_differentiable
+from ..maths.derivatives import once_differentiable
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
-from ..modes import chunks
-from ..prior import Projection, Projector
+from ..prior import Prior, Projection
 from .prices import SETS, neighbour_price, rows_within
 
 # From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
@@ -75,17 +74,6 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     return DataSums(gram, linear, torch.cat(residuals, dim=-1))
 
 
-def projected_batches(
-    project: Callable[[Tensor], Projection], x: Any, y: Tensor, precision: Tensor, batch_size: int
-) -> Iterator[tuple[Projection, Tensor, Tensor]]:
-    """The chunks of a data set, for :func:`data_sums`.
-
-    :param x: Inputs, a tensor or what gives one for a slice of rows.
-    """
-    for rows in chunks(len(x), batch_size):
-        yield project(x[rows]), y[..., rows], precision[..., rows]
-
-
 def expected_log_prob(points: Projection, y: Tensor, noise: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     r""":math:`\sum_n \mathbb E_{\mathcal N(\mu_n, s_n)} [\log p(y_n \mid f_n)]`, the data term without its residual.
 
@@ -114,7 +102,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def chunked_bound(
-    projector: Projector,
+    prior: Prior,
     x: Tensor,
     y: Tensor,
     noise: Tensor,
@@ -127,11 +115,11 @@ def chunked_bound(
 
     One pass over the data gathers the sums, a second one differentiates the terms chunk by chunk.
 
-    :param projector: Of the model's prior.
+    :param prior: The model's prior.
     :param x: Inputs, ``N x D``.
     :param y: Targets, ``N``.
     :param noise: Noise variances, ``N``.
-    :param price: Price of the residual variances, as in :data:`~tighter_gp.maths.bounds.PENALTIES`.
+    :param price: Price of the residual variances.
     :param chunk_size: Rows per chunk.
     :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
     :param sets: For neighbours, whose price takes the place of ``price``: each point after its neighbours, ``N x S``.
@@ -148,14 +136,11 @@ def chunked_bound(
         for total, gradient in zip(gradients, found, strict=True):
             total += 0 if gradient is None else gradient
 
-    def project(rows: slice) -> Projection:
-        with torch.set_grad_enabled(bool(pairs)):
-            return projector(x[rows])
-
-    rows_of = list(chunks(x.size(-2), chunk_size))
-    keeps = x.size(-2) * projector.num_inducing <= _KEPT
+    rows_of = [slice(start, start + chunk_size) for start in range(0, x.size(-2), chunk_size)]
     with torch.set_grad_enabled(bool(pairs)), full_precision(x.device.type):
-        kept = list(map(project, rows_of)) if keeps else None
+        prior = prior.factorized(x[:chunk_size])
+        project = lambda rows: prior(x[rows])
+        kept = list(map(project, rows_of)) if x.size(-2) * prior.num_inducing <= _KEPT else None
         walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
         precision = noise.detach().reciprocal()
         sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
@@ -171,9 +156,8 @@ def chunked_bound(
             if pairs and (kept is None or rows is rows_of[-1]):
                 add_gradients(waiting)
                 waiting = torch.zeros_like(total)
-        within = rows_within(projector, x)
         for part in () if sets is None else sets.split(SETS):
-            cost = neighbour_price(within, noise, part)
+            cost = neighbour_price(rows_within(prior, x), noise, part)
             total = total - cost.detach()
             if pairs:
                 add_gradients(-cost)
@@ -197,6 +181,6 @@ def parameters_of(*modules: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
             if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name} of {type(child).__name__} is a tensor with a gradient and no parameter, which a collapsed bound "
-                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.bounds."
+                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.maths.bounds."
                 )
     return [(parameter, parameter) for parameter in dict.fromkeys(p for m in modules for p in m.parameters())]

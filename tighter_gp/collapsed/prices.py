@@ -6,19 +6,13 @@ correlated under q(f|u), of its covariances :math:`D` within sets of points. A n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..conditionals import Blocks
+from ..conditionals.base import Within
 from ..maths.bounds import PENALTIES, block_penalty, neighbour_penalty
-from ..modes import chunks
-from ..prior import Projector
-
-# From positions of points, ``K x S``, to D within each of these sets, ``... x K x S x S``.
-Within = Callable[[Tensor], Tensor]
-
+from ..prior import Prior
 
 # Sets of points whose covariances are in memory together.
 SETS = 512
@@ -37,7 +31,7 @@ def price(
     :param bound: One of :data:`~tighter_gp.maths.bounds.BOUNDS`.
     :param residual: :math:`d_n`, ``... x N``.
     :param noise: :math:`\sigma_n^2`, ``... x N``.
-    :param within: :math:`D` within sets of points; see :func:`residual_within`.
+    :param within: :math:`D` within sets of points.
     :param blocks: For ``"block"``: the partition of the points.
     :param sets: For ``"neighbours"``: each point after its neighbours, as from :func:`earlier_neighbours`.
     """
@@ -50,30 +44,17 @@ def price(
         blocks = Blocks(torch.zeros(residual.size(-1), dtype=torch.long, device=residual.device))
     if blocks is None:
         raise ValueError("bound='block' needs the labels of the training points: blocks=.")
-    covariance, rows = blocks.residual_blocks(residual, within)  # [..., K, S, S] and [K, S]
+    covariance, rows = blocks.residual_blocks(residual.size(-1), within)  # [..., K, S, S] and [K, S]
     return block_penalty(covariance, noise[..., rows].to(covariance.dtype))
 
 
-def residual_within(projector: Projector, x: Tensor, matrix: Tensor, sets: Tensor) -> Tensor:
-    """:math:`D` within sets of points, ``... x K x S x S``.
-
-    :param x: Inputs, ``... x N x D``.
-    :param matrix: Their projection A, ``... x M x N``.
-    :param sets: Positions of the points of each set, ``K x S``.
-    """
-    x = x.expand(*matrix.shape[:-2], *x.shape[-2:])
-    inputs = x[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]: a batch of inputs, over which kernels broadcast
-    columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
-    return projector.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
-
-
-def rows_within(projector: Projector, x: Tensor) -> Within:
+def rows_within(prior: Prior, x: Tensor) -> Within:
     """D within sets of rows of ``x``, each of them projected once per call."""
 
     def within(sets: Tensor) -> Tensor:
         distinct, place = sets.unique(return_inverse=True)
         inputs = x[distinct]
-        return residual_within(projector, inputs, projector(inputs).matrix, place)
+        return prior.residual_within(prior(inputs), inputs, place)
 
     return within
 
@@ -90,7 +71,7 @@ def neighbour_price(within: Within, noise: Tensor, sets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def earlier_neighbours(projector: Projector, x: Tensor, noise: Tensor, num_neighbours: int, seed: int = 0) -> Tensor:
+def earlier_neighbours(prior: Prior, x: Tensor, noise: Tensor, num_neighbours: int, seed: int = 0) -> Tensor:
     r"""For each point those before it, in a random order, that say most of its residual by themselves.
 
     By :math:`D_{nm}^2 / (d_m + \sigma_m^2)`, the variance that one of them takes away. Takes :math:`O(N^2 M)`.
@@ -103,9 +84,11 @@ def earlier_neighbours(projector: Projector, x: Tensor, noise: Tensor, num_neigh
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
     x, noise, sets = x[order], noise[order], []
-    p = projector(x)
-    for rows in chunks(len(x), max(1, 2**22 // len(x))):
-        covariance = projector.residual_covariance(x[rows], x[: rows.stop], p.matrix[:, rows], p.matrix[:, : rows.stop])
+    p = prior(x)
+    size = max(1, 2**22 // len(x))
+    for start in range(0, len(x), size):
+        rows = slice(start, min(start + size, len(x)))
+        covariance = prior.residual_covariance(x[rows], x[: rows.stop], p.matrix[:, rows], p.matrix[:, : rows.stop])
         gain = covariance.square() / (p.residual + noise)[: rows.stop]
         gain = gain.tril(rows.start - 1)  # of earlier points
         values, found = gain.topk(min(num_neighbours, rows.stop))

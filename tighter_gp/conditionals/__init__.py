@@ -13,14 +13,13 @@ an object          :class:`~tighter_gp.Blocks`    Gaussian noise: the best block
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .base import Conditional, ResidualBlocks, block_table
-from .blocks import Blocks
+from .base import Conditional
+from .blocks import Blocks, block_table
 from .learned import BetaConditional, PerPoint, ScalarConditional
 from .optimal import OptimalConditional
 
@@ -30,7 +29,6 @@ __all__ = [
     "Conditional",
     "OptimalConditional",
     "PerPoint",
-    "ResidualBlocks",
     "ScalarConditional",
     "block_table",
 ]
@@ -50,9 +48,6 @@ def make_conditional(conditional: str | Conditional, batch_shape: torch.Size, li
     :param like: Tensor whose dtype and device the parameters take.
     """
     if isinstance(conditional, str):
-        if conditional == "curvature":
-            warnings.warn("conditional='curvature' is now 'optimal', the default.", FutureWarning, stacklevel=4)
-            conditional = "optimal"
         if conditional not in _BY_NAME:
             names = ", ".join(repr(name) for name in _BY_NAME)
             raise ValueError(
@@ -61,11 +56,7 @@ def make_conditional(conditional: str | Conditional, batch_shape: torch.Size, li
         return _BY_NAME[conditional](batch_shape).to(dtype=like.dtype, device=like.device)
     if not isinstance(conditional, Conditional):
         raise TypeError(f"conditional must be a name or a Conditional; got {type(conditional).__name__}.")
-    try:
-        broadcast = torch.broadcast_shapes(conditional.batch_shape, batch_shape)
-    except RuntimeError:
-        broadcast = None
-    if broadcast != batch_shape:
+    if torch.broadcast_shapes(conditional.batch_shape, batch_shape) != batch_shape:
         raise ValueError(
             f"{type(conditional).__name__} has batch_shape {tuple(conditional.batch_shape)}, which does not fit the "
             f"variational distribution's {tuple(batch_shape)}; build it with batch_shape={tuple(batch_shape)}."

@@ -7,9 +7,8 @@ from gpytorch.constraints import Interval, Positive
 from gpytorch.priors import Prior
 from torch import Tensor
 
-from ..checks import check_device
 from ..maths.bounds import optimal_scale, optimal_scale_penalty, scale_penalty
-from .base import Conditional, checked_index
+from .base import Conditional
 
 
 class BetaConditional(Conditional):
@@ -56,7 +55,7 @@ class BetaConditional(Conditional):
         self._set_beta(value)
 
     def _set_beta(self, value: Tensor | float) -> None:
-        value = _checked_shape(value, self.raw_beta, self.batch_shape, "beta")
+        value = torch.as_tensor(value).to(self.raw_beta).expand(self.batch_shape)
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise ValueError(f"beta must be positive and finite; got {value.tolist()}. A very large beta gives SVGP.")
         self.initialize(raw_beta=self.raw_beta_constraint.inverse_transform(value))
@@ -68,7 +67,37 @@ class BetaConditional(Conditional):
         return optimal_scale_penalty(residual, self.beta.reciprocal().unsqueeze(-1))
 
 
-class ScalarConditional(Conditional):
+class _Scales(Conditional):
+    """Scales between 0 and 1, as parameters of some shape."""
+
+    def __init__(self, batch_shape: torch.Size, shape: tuple[int, ...], scale_prior: Prior | None = None) -> None:
+        super().__init__()
+        self.batch_shape = torch.Size(batch_shape)
+        self.register_parameter("raw_m", torch.nn.Parameter(torch.zeros(shape)))
+        self.register_constraint("raw_m", Interval(0.0, 1.0))
+        if scale_prior is not None:
+            self.register_prior("scale_prior", scale_prior, _get_m, _Scales._set_m)
+        self.m = 0.9
+
+    @property
+    def m(self) -> Tensor:
+        return self.raw_m_constraint.transform(self.raw_m)
+
+    @m.setter
+    def m(self, value: Tensor | float) -> None:
+        self._set_m(value)
+
+    def _set_m(self, value: Tensor | float) -> None:
+        value = torch.as_tensor(value).to(self.raw_m).expand(self.raw_m.shape)
+        if not bool(((value > 0) & (value < 1)).all()):
+            raise ValueError(f"Scales must lie strictly between 0 and 1; got {value.tolist()}.")
+        self.initialize(raw_m=self.raw_m_constraint.inverse_transform(value))
+
+    def penalty(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
+        return scale_penalty(self.scale(residual, index=index))
+
+
+class ScalarConditional(_Scales):
     r"""One learned scale for all points, :math:`C = mD`: a strict bound for every likelihood.
 
     :param batch_shape: One :math:`m` for each member of this batch.
@@ -85,38 +114,14 @@ class ScalarConditional(Conditional):
     is_strict = True
 
     def __init__(self, batch_shape: torch.Size = torch.Size(), scale_prior: Prior | None = None) -> None:
-        super().__init__()
-        self.batch_shape = torch.Size(batch_shape)
-        self.register_parameter("raw_m", torch.nn.Parameter(torch.zeros(self.batch_shape)))
-        self.register_constraint("raw_m", Interval(0.0, 1.0))
-        if scale_prior is not None:
-            self.register_prior("scale_prior", scale_prior, _get_m, ScalarConditional._set_m)
-        self.m = 0.9
-
-    @property
-    def m(self) -> Tensor:
-        return self.raw_m_constraint.transform(self.raw_m)
-
-    @m.setter
-    def m(self, value: Tensor | float) -> None:
-        self._set_m(value)
-
-    def _set_m(self, value: Tensor | float) -> None:
-        value = _checked_scale(value, self.raw_m, self.batch_shape)
-        self.initialize(raw_m=self.raw_m_constraint.inverse_transform(value))
+        super().__init__(batch_shape, tuple(batch_shape), scale_prior)
 
     def scale(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
         return self.m.unsqueeze(-1).expand_as(residual)
 
-    def penalty(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
-        return scale_penalty(self.m).unsqueeze(-1).expand_as(residual)
 
-
-class PerPoint(Conditional):
-    r"""One learned :math:`m_n` per training point, with sparse gradients: call ``model(x, index=rows)`` in training.
-
-    The table's gradient is sparse, so give it an optimizer that takes one, such as
-    :class:`torch.optim.SparseAdam`; a step then costs the same for every ``num_data``.
+class PerPoint(_Scales):
+    r"""One learned :math:`m_n` per training point: call ``model(x, index=rows)`` in training.
 
     :param num_data: Number of training points; ``index`` runs from 0 to ``num_data - 1``.
     :param batch_shape: One table for each member of this batch.
@@ -131,69 +136,21 @@ class PerPoint(Conditional):
     needs_index = True
 
     def __init__(self, num_data: int, batch_shape: torch.Size = torch.Size()) -> None:
-        super().__init__()
-        if num_data < 1:
-            raise ValueError(f"PerPoint needs at least one training point; got num_data={num_data}.")
+        super().__init__(batch_shape, (*batch_shape, num_data))
         self.num_data = num_data
-        self.batch_shape = torch.Size(batch_shape)
-        # One row per point, so that a batch of points is a sparse set of rows.
-        self.register_parameter("raw_m", torch.nn.Parameter(torch.zeros(num_data, self.batch_shape.numel())))
-        self.register_constraint("raw_m", Interval(0.0, 1.0))
-        self.m = 0.9
 
-    @property
-    def m(self) -> Tensor:
-        return self._shaped(self.raw_m_constraint.transform(self.raw_m))
-
-    @m.setter
-    def m(self, value: Tensor | float) -> None:
-        value = _checked_scale(value, self.raw_m, (*self.batch_shape, self.num_data))
-        rows = value.reshape(self.batch_shape.numel(), self.num_data).mT
-        self.initialize(raw_m=self.raw_m_constraint.inverse_transform(rows))
-
-    def _shaped(self, rows: Tensor) -> Tensor:
-        return rows.mT.reshape(*self.batch_shape, rows.size(-2))
-
-    def check_index(self, index: Tensor | None, num_points: int) -> Tensor:
+    def scale(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
         if index is None:
             raise ValueError(
                 "PerPoint needs to know which training points these are: call model(x, index=rows) in training, with "
                 "rows the positions of x in the training set."
             )
-        return checked_index(index, num_points, self.num_data, "PerPoint")
-
-    def _rows(self, residual: Tensor, index: Tensor | None) -> Tensor:
-        if index is None or index.device.type == "cpu":  # elsewhere a look has its price, and the strategy has looked
-            index = self.check_index(index, residual.size(-1))
-        check_device(index, self.raw_m.device, "The index is")
-        rows = torch.nn.functional.embedding(index, self.raw_m, sparse=True)
-        return self._shaped(self.raw_m_constraint.transform(rows))
-
-    def scale(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
-        return self._rows(residual, index)
-
-    def penalty(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
-        return scale_penalty(self._rows(residual, index))
+        return self.raw_m_constraint.transform(self.raw_m[..., index])
 
 
 def _get_beta(module: BetaConditional) -> Tensor:
     return module.beta
 
 
-def _get_m(module: ScalarConditional) -> Tensor:
+def _get_m(module: _Scales) -> Tensor:
     return module.m
-
-
-def _checked_shape(value: Tensor | float, like: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    value = torch.as_tensor(value).to(like)
-    try:
-        return value.expand(shape)
-    except RuntimeError:
-        raise ValueError(f"{name} has shape {tuple(shape)}; got a value of shape {tuple(value.shape)}.") from None
-
-
-def _checked_scale(value: Tensor | float, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    value = _checked_shape(value, like, shape, "m")
-    if not bool(((value > 0) & (value < 1)).all()):
-        raise ValueError(f"Scales must lie strictly between 0 and 1; got {value.tolist()}.")
-    return value

@@ -7,7 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .base import Conditional
+from ..maths.bounds import optimal_scale, optimal_scale_penalty
+from .base import Conditional, Within
+
+# Logarithms of scales beyond which nothing changes in any precision.
+_LEAST_LOG_SCALE = -80.0
 
 
 class OptimalConditional(Conditional):
@@ -22,12 +26,7 @@ class OptimalConditional(Conditional):
     bracketed steps and detached: at the solution :math:`m_n` has no part in the gradient.
 
     Only the objective knows the likelihood, so in training q(f) keeps SVGP's variance :math:`s_n + d_n`, and
-    :class:`~gpytorch.mlls.VariationalELBO` on it is plain SVGP.
-
-    :math:`\lambda_n` is minus twice the derivative of the expected log likelihood with respect to the variance. Where a
-    likelihood estimates its expected log likelihood by sampling, as :class:`~gpytorch.likelihoods.SoftmaxLikelihood`
-    does, it is the mean second derivative over samples instead, drawn once per call, and the solution is as exact as
-    :class:`~gpytorch.settings.num_likelihood_samples` makes it. Where :math:`\lambda_n < 0` at :math:`m_n = 1`, the
+    :class:`~gpytorch.mlls.VariationalELBO` on it is plain SVGP. Where :math:`\lambda_n < 0` at :math:`m_n = 1`, the
     likelihood asks for more variance, not less, and :math:`m_n` stays 1 as in SVGP.
 
     The objective is a strict bound for log-concave likelihoods, where all :math:`m_n \le 1` are, and an approximation
@@ -45,8 +44,6 @@ class OptimalConditional(Conditional):
 
     def __init__(self, num_steps: int = 5) -> None:
         super().__init__()
-        if num_steps < 1:
-            raise ValueError(f"OptimalConditional needs at least one step; got num_steps={num_steps}.")
         self.num_steps = num_steps
 
     def scale(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
@@ -54,6 +51,19 @@ class OptimalConditional(Conditional):
 
     def penalty(self, residual: Tensor, *, index: Tensor | None = None) -> Tensor:
         return torch.zeros_like(residual)
+
+    def optimum(
+        self, residual: Tensor, precision: Tensor, within: Within | None = None, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        r"""The best conditional where the expected log likelihood falls with the variance at rate :math:`\lambda_n/2`.
+
+        :param residual: :math:`d_n`, ``... x B``.
+        :param precision: :math:`\lambda_n \ge 0`, broadcastable to ``residual``; :math:`1/\sigma_n^2` for Gaussian noise.
+        :param within: :math:`D` within sets of points of the batch.
+        :param index: Positions of the batch in the training set.
+        :return: What it leaves of the residual variance, :math:`m_n d_n`, and the penalty :math:`-\phi(m_n)` per point.
+        """
+        return residual * optimal_scale(residual, precision), optimal_scale_penalty(residual, precision)
 
     @torch.no_grad()
     def solve(self, residual: Tensor, curvature: Callable[[Tensor], Tensor], num_steps: int | None = None) -> Tensor:
@@ -70,7 +80,7 @@ class OptimalConditional(Conditional):
         """
 
         def excess(x: Tensor) -> Tensor:
-            return x + torch.log1p((curvature(x.exp()) * residual).clamp_min(0.0))
+            return x + torch.log1p((curvature(x.exp()) * residual).clamp_min(0)).clamp_max(-_LEAST_LOG_SCALE)
 
         above = torch.zeros_like(residual)
         excess_above = excess(above)
@@ -88,5 +98,5 @@ class OptimalConditional(Conditional):
             above, below = torch.where(is_below, above, x), torch.where(is_below, x, below)
             is_bracketed, was_below = is_bracketed | is_below, is_below
             secant = (above - below) / (excess_above - excess_below)
-            x = above - excess_above * torch.where(is_bracketed, secant, 1.0)
+            x = (above - excess_above * torch.where(is_bracketed, secant, 1.0)).clamp_min(_LEAST_LOG_SCALE)
         return x.exp()

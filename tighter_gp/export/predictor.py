@@ -9,14 +9,12 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from ..collapsed import CollapsedGP
-from ..kernels import TighterInducingPointKernel
-from ..likelihoods.properties import gaussian_noise
 from ..maths.linalg import cholesky
-from ..modes import chunks, temporary_mode
+from ..maths.moments import explained_root
+from ..modes import temporary_mode
+from ..posterior import posterior_of
 from ..predictions import predict
-from ..strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
-from .plain_modules import PlainKernel, PlainMean, PlainResponse
+from .plain_modules import PlainKernel, PlainResponse
 
 # How far predictions of a module in a lower precision may be off, relative to the variance of f and its square root.
 _ROUNDING = 0.05
@@ -34,12 +32,13 @@ class ExportedPredictor(torch.nn.Module):
     """
 
     points: Tensor
+    weights: Tensor
+    constant: Tensor
+    q_mean: Tensor
 
-    def __init__(
-        self, kernel: PlainKernel, mean: PlainMean, response: PlainResponse, tensors: dict[str, Tensor]
-    ) -> None:
+    def __init__(self, kernel: PlainKernel, response: PlainResponse, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self.kernel, self.mean, self.response = kernel, mean, response
+        self.kernel, self.response = kernel, response
         for name, value in tensors.items():
             self.register_buffer(name, value.detach().clone())
 
@@ -50,7 +49,7 @@ class ExportedPredictor(torch.nn.Module):
         if self.points.dtype == torch.float64:
             x = x.double()  # a module of this precision inside, whatever comes
         projection = self.kernel(x, self.points) @ self.inverse_root  # rows of A, B x M
-        mean = self.mean(x) + projection @ self.q_mean
+        mean = x @ self.weights + self.constant + projection @ self.q_mean
         residual = (self.kernel.variance(x) - projection.square().sum(-1)).clamp_min(0.0)
         variance = (projection @ self.q_root).square().sum(-1) + residual + self.jitter
         y_mean, y_variance = self.response(mean, variance)
@@ -85,41 +84,41 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
         True
     """
     with temporary_mode(model, False):
-        kernel, points, jitter, data = _parts(model)
-        mean = PlainMean(getattr(model, "mean_module", None))
-        test = torch.cat([points, (points + points.roll(1, 0)) / 2])
-        expected = predict(model, test.to(next(model.parameters()).dtype))  # also completes a q(u) never used
-        # Exact as far as float64 goes; what is stored is rounded to the precision of the module.
-        wide, z, mean = PlainKernel(kernel).double(), points.double(), mean.double()
-        matrix = wide(z, z)
-        matrix.diagonal().copy_(wide.variance(z) + jitter)  # distances of zero, which rounding does not know
-        inverse = torch.linalg.solve_triangular(cholesky(matrix, name="K_ZZ"), torch.eye(len(z)).to(z), upper=False)
-        if data is None:
-            q = model.variational_strategy.variational_distribution
-            covariance = getattr(q, "covariance_matrix", torch.zeros(len(z), len(z))).to(z)
-            q_mean, data_jitter = q.mean.to(z), jitter
-        else:
-            q_mean, covariance, data_jitter = *_collapsed_q(wide, mean, z, inverse, *data), 0.0
-    values, vectors = torch.linalg.eigh(covariance)
+        posterior = posterior_of(model, torch.float64)
+        own = model.covar_module.base_kernel if isinstance(model, ExactGP) else model.covar_module
+        kernel, z, jitter = PlainKernel(own).double(), posterior.points.double(), posterior.prior.jitter
+        test = torch.cat([z, (z + z.roll(1, 0)) / 2])
+        expected = predict(model, test)
+        # A zero, constant or linear mean is known from its values at zero and at unit vectors.
+        ends = torch.cat([torch.zeros_like(z[:1]), torch.eye(z.size(-1)).to(z)])
+        constant, *slopes = copy.deepcopy(model.mean_module).double()(ends)
+    # Exact as far as float64 goes; what is stored is rounded to the precision of the module.
+    matrix = kernel(z, z)
+    matrix.diagonal().copy_(kernel.variance(z) + jitter)  # distances of zero, which rounding does not know
+    identity = torch.eye(len(z)).to(z)
+    inverse = torch.linalg.solve_triangular(cholesky(matrix, name="K_ZZ"), identity, upper=False)
+    q = posterior.q.to(torch.float64)
+    root = explained_root(identity, q)
     tensors = {
         "points": z,
         "inverse_root": inverse.mT,
-        "q_mean": q_mean,
-        "q_root": vectors * values.clamp_min(0).sqrt(),
-        "jitter": torch.tensor(data_jitter).to(z),
+        "q_mean": q.mean,
+        "q_root": torch.zeros_like(z[:, :1]) if root is None else root.mT,
+        "jitter": torch.tensor(posterior.jitter, dtype=torch.float64, device=z.device),
+        "constant": constant,
+        "weights": torch.stack(slopes) - constant,
     }
-    module = ExportedPredictor(wide, mean, PlainResponse(likelihood), tensors)
-    module = module.requires_grad_(False).eval()
-    f_mean, f_variance, *_ = module.double()(test.double())
+    module = ExportedPredictor(kernel, PlainResponse(likelihood), tensors).double().requires_grad_(False).eval()
+    f_mean, f_variance, *_ = module(test)
     tolerance = 1e-6 if expected.mean.dtype == torch.float64 else 1e-2
-    scale = float(wide.variance(z).amax().sqrt())
+    scale = float(kernel.variance(z).amax().sqrt())
     for found, wanted, size in ((f_mean, expected.mean, scale), (f_variance, expected.variance, scale**2)):
         if not torch.allclose(found, wanted.double(), rtol=tolerance, atol=tolerance * size):
             raise TypeError(
                 "The exported module and predict differ: forward of the model must return MultivariateNormal(mean_module(x), "
-                "covar_module(x)), with nothing done to x before."
+                "covar_module(x)), with a zero, constant or linear mean and nothing done to x before."
             )
-    dtype = dtype or points.dtype
+    dtype = dtype or posterior.points.dtype
     rounded = copy.deepcopy(module).to(dtype)
     return rounded if _keeps(rounded(test.to(dtype)), f_mean, f_variance) else module
 
@@ -130,44 +129,3 @@ def _keeps(found: tuple[Tensor, ...], mean: Tensor, variance: Tensor) -> bool:
     near_mean = (f_mean - mean).abs() <= _ROUNDING * variance.sqrt()
     near_variance = (f_variance - variance).abs() <= _ROUNDING * variance
     return bool((near_mean & near_variance).all())
-
-
-def _parts(model: Any) -> tuple[Any, Tensor, float, tuple[Tensor, Tensor, Tensor] | None]:
-    """Kernel, inducing points, jitter, and the data of a collapsed model."""
-    strategy: Any = getattr(model, "variational_strategy", None)
-    kernel = getattr(model, "covar_module", None)
-    if isinstance(model, CollapsedGP):
-        noise = gaussian_noise(model.likelihood, torch.Size(), model.train_y.shape)
-        return kernel, model.inducing_points, model.jitter_val, (model.train_x, model.train_y, noise)
-    if isinstance(model, ExactGP) and isinstance(kernel, TighterInducingPointKernel) and kernel.active_dims is None:
-        (x,), y = model.train_inputs, model.train_targets
-        noise = gaussian_noise(model.likelihood, torch.Size(), y.shape)
-        return kernel.base_kernel, kernel.inducing_points, kernel.jitter_val, (x, y, noise)
-    is_ours = type(strategy) in (SolveGPVariationalStrategy, TighterVariationalStrategy)
-    if is_ours and strategy.inducing_points.dim() == 2:
-        return kernel, strategy.all_points(), strategy.jitter_val, None
-    if num_outputs := getattr(strategy, "num_tasks", None):
-        raise TypeError(
-            f"export_predictor takes a model of one output; {type(model).__name__} has {num_outputs}. Use predict_y, or a model "
-            "per output."
-        )
-    raise TypeError(
-        "export_predictor takes a model of one output on a strategy or an inducing-point kernel of this package, or a "
-        f"CollapsedGP; got {type(model).__name__} with {type(strategy or kernel).__name__}."
-    )
-
-
-def _collapsed_q(
-    kernel: PlainKernel, mean: PlainMean, z: Tensor, inverse: Tensor, x: Tensor, y: Tensor, noise: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the optimal q(w), from the data in chunks."""
-    precision, linear = torch.eye(len(z)).to(z), torch.zeros(len(z)).to(z)
-    seen = ~torch.isnan(y)  # predict has refused missing targets where they mean nothing
-    x, y, noise = x[seen], y[seen], noise.to(z).expand(len(y))[seen]
-    for rows in chunks(len(y), 4096):
-        inputs = x[rows].double()
-        projection = inverse @ kernel(inputs, z).mT
-        weighted = projection / noise[rows]
-        precision, linear = precision + weighted @ projection.mT, linear + weighted @ (y[rows].double() - mean(inputs))
-    covariance = torch.cholesky_inverse(cholesky(precision, name="precision of q(u)"))
-    return covariance @ linear, covariance

@@ -5,17 +5,13 @@ from .bayesian_gplvm import BayesianGPLVM
 from .collapsed_gplvm import CollapsedBayesianGPLVM
 from .data import PrincipalComponents, principal_components
 from .elbo import LatentELBOTerms, LatentVariableELBO
-from .encoded_latents import EncodedLatents
-from .inference import infer_latents
-from .latent_variables import Latents, ParameterGroups, VariationalLatents, parameter_groups
-from .prior import LatentPrior
-from .reconstruction import Reconstruction, log_density, reconstruct
+from .inference import Reconstruction, infer_latents, log_density, reconstruct
+from .latents import LatentPrior, Latents, ParameterGroups, VariationalLatents, parameter_groups
 from .report import Relevance, plot_latents, relevance
 
 __all__ = [
     "BayesianGPLVM",
     "CollapsedBayesianGPLVM",
-    "EncodedLatents",
     "LatentELBOTerms",
     "LatentPrior",
     "LatentVariableELBO",

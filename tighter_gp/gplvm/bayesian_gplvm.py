@@ -16,14 +16,12 @@ from gpytorch.variational import CholeskyVariationalDistribution, VariationalStr
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from ..draws import permutation
 from ..mlls import TighterELBO
 from ..strategies import TighterVariationalStrategy
-from .data import as_observed, check_inducing_points, check_latent_dim, principal_components
+from .data import as_observed, check_latent_dim, principal_components
 from .elbo import LatentVariableELBO
-from .inference import infer_latents
-from .latent_variables import Latents, VariationalLatents
-from .reconstruction import Reconstruction, log_density, reconstruct
+from .inference import Reconstruction, infer_latents, log_density, reconstruct
+from .latents import Latents, VariationalLatents
 
 
 class BayesianGPLVM(ApproximateGP):
@@ -38,7 +36,7 @@ class BayesianGPLVM(ApproximateGP):
     TV-BGPLVM, with :class:`~gpytorch.variational.VariationalStrategy` the standard V-BGPLVM. Scale the data to zero mean
     and unit variance first. For another prior pass modules, or subclass and write :meth:`forward`.
 
-    :param latents: q(x): :class:`VariationalLatents` or :class:`EncodedLatents`.
+    :param latents: q(x): :class:`VariationalLatents`, or :class:`Latents` of your own.
     :param inducing_points: :math:`Z`, shape ``M x Q``.
     :param num_outputs: :math:`P`.
     :param likelihood: Default :class:`~gpytorch.likelihoods.GaussianLikelihood` with one noise for all outputs; give it
@@ -79,7 +77,6 @@ class BayesianGPLVM(ApproximateGP):
         **kwargs: Any,
     ) -> None:
         latent_dim = latents.latent_dim
-        check_inducing_points(inducing_points, latent_dim)
         check_latent_dim(latent_dim, num_outputs)
         batch_shape = torch.Size([num_outputs])
         q = variational_distribution(inducing_points.size(0), batch_shape=batch_shape)
@@ -125,7 +122,8 @@ class BayesianGPLVM(ApproximateGP):
                 f"num_inducing must lie between 1 and the {data.size(0)} rows of the data; got {num_inducing}."
             )
         scores, fraction = principal_components(data, latent_dim)
-        chosen = permutation(data.size(0), data.device, generator)[:num_inducing]
+        device = "cpu" if generator is None else generator.device
+        chosen = torch.randperm(data.size(0), generator=generator, device=device)[:num_inducing].to(data.device)
         latents = VariationalLatents(scores, prior, stddev)
         if "covar_module" not in kwargs:
             kernel = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)).to(scores)

@@ -27,20 +27,6 @@ from ..maths.collapsed import collapse, collapsed_log_prob
 from ..maths.linalg import cholesky, project, residual_variance
 from .psi import pack_pairs, psi0, psi1, psi2_pairs, unpack_pairs
 
-__all__ = [
-    "LatentProblem",
-    "Statistics",
-    "collapsed_core",
-    "constant_scale_bound",
-    "gauss_hermite_nodes",
-    "latent_kl",
-    "residual_at",
-    "sobol_nodes",
-    "statistics",
-    "tighter_bound",
-    "titsias_bound",
-]
-
 
 class LatentProblem(NamedTuple):
     r"""A GPLVM with everything given; what all the functions below take.
@@ -82,6 +68,13 @@ class LatentProblem(NamedTuple):
     observed: Tensor | None = None
     jitter: float = 0.0
 
+    def double(self) -> LatentProblem:
+        """In float64, in which all functions compute: float32 does not hold the digits that their differences need."""
+        return self._replace(**{name: value.double() for name, value in self._asdict().items() if name in _FLOATS})
+
+
+_FLOATS = ("mean", "variance", "inducing_points", "outputscale", "lengthscale", "noise", "targets")
+
 
 class Statistics(NamedTuple):
     r"""Whitened sums over the data; ``G`` is 1 if all outputs share one noise and every entry is observed, else ``P``.
@@ -103,7 +96,7 @@ class Statistics(NamedTuple):
     mean_residual: Tensor
 
 
-def rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Tensor:
+def _rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Tensor:
     r""":math:`s^2 \exp(-\tfrac12 \sum_q (x_q - x'_q)^2/\ell_q^2)`, ``A x Q`` and ``B x Q`` to ``A x B``."""
     # Multiplied out into one product, so that no A x B x Q is formed; an origin amid the points keeps rounding small.
     origin = x1.detach().mean(-2)
@@ -111,13 +104,13 @@ def rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Ten
     norm1, norm2 = (0.5 * x.square().sum(-1, keepdim=True) for x in (x1, x2))
     rows = torch.cat([x1, outputscale.log() - norm1, -torch.ones_like(norm1)], dim=-1)
     columns = torch.cat([x2, torch.ones_like(norm2), norm2], dim=-1)
-    return torch.exp(rows @ columns.mT)
+    return torch.exp(rows @ columns.mT)  # [A, B]
 
 
-def inducing_cholesky(problem: LatentProblem) -> Tensor:
+def _inducing_cholesky(problem: LatentProblem) -> Tensor:
     r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)`, ``M x M``."""
     z = problem.inducing_points
-    matrix = rbf(z, z, problem.outputscale, problem.lengthscale)
+    matrix = _rbf(z, z, problem.outputscale, problem.lengthscale)
     return cholesky(matrix + problem.jitter * torch.eye(z.size(-2), dtype=z.dtype, device=z.device), name="K_ZZ")
 
 
@@ -129,9 +122,10 @@ def statistics(problem: LatentProblem) -> Statistics:
         >>> bool((sums.mean_residual >= 0).all())
         True
     """
+    problem = problem.double()
     mean, variance, z, outputscale, lengthscale, noise, _, observed, _ = problem
     num_inducing = z.size(-2)
-    chol = inducing_cholesky(problem)
+    chol = _inducing_cholesky(problem)
     pairs = psi2_pairs(mean, variance, z, outputscale, lengthscale)  # N x M(M+1)/2
     if observed is None and noise.numel() == 1:
         summed = pairs.sum(0, keepdim=True)
@@ -152,9 +146,7 @@ def statistics(problem: LatentProblem) -> Statistics:
 
 def _filled(problem: LatentProblem) -> Tensor:
     """Targets with zeros where nothing was observed, ``N x P``."""
-    if problem.observed is None:
-        return problem.targets
-    return torch.where(problem.observed, problem.targets, torch.zeros_like(problem.targets))
+    return problem.targets if problem.observed is None else torch.where(problem.observed, problem.targets, 0.0)
 
 
 def _total(problem: LatentProblem, values: Tensor) -> Tensor:
@@ -162,7 +154,7 @@ def _total(problem: LatentProblem, values: Tensor) -> Tensor:
     num_outputs = problem.targets.size(-1)
     if problem.observed is None:
         return values.sum() * (num_outputs / values.size(-1))
-    return torch.where(problem.observed, values, torch.zeros_like(values)).sum()
+    return torch.where(problem.observed, values, 0.0).sum()
 
 
 def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
@@ -179,7 +171,8 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
         >>> bool(core > tighter_gp.gplvm.collapsed.tighter_bound(problem, torch.zeros(1, 1, 1)))
         True
     """
-    noise = problem.noise.reshape(1, -1)
+    problem = problem.double()
+    noise = problem.noise.reshape(1, -1)  # [1, P] or [1, 1]
     num_outputs = sums.linear.size(0)
     core = collapse(sums.gram.expand(num_outputs, -1, -1), sums.linear)
     log_noise = _total(problem, noise.log().expand(problem.targets.size(0), -1))
@@ -211,14 +204,16 @@ def residual_at(problem: LatentProblem, chol: Tensor, nodes: Tensor) -> Tensor:
         >>> tighter_gp.gplvm.collapsed.residual_at(problem, chol, torch.zeros(5, 1, 1)).shape
         torch.Size([5, 8])
     """
+    problem = problem.double()
     x = problem.mean + problem.variance.sqrt() * nodes
-    cross = rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
+    cross = _rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
     return residual_variance(problem.outputscale, project(chol, cross)).reshape(x.shape[:-1])
 
 
 def _bound(problem: LatentProblem, sums: Statistics, price: Tensor, kl: Tensor | None) -> Tensor:
     kl = latent_kl(problem) if kl is None else kl
-    return collapsed_core(problem, sums) - kl - 0.5 * _total(problem, price)
+    value = collapsed_core(problem, sums) - kl - 0.5 * _total(problem, price)
+    return value.to(problem.targets.dtype)
 
 
 def titsias_bound(problem: LatentProblem, sums: Statistics | None = None, kl: Tensor | None = None) -> Tensor:
@@ -274,7 +269,7 @@ def tighter_bound(
     """
     sums = statistics(problem) if sums is None else sums
     price = torch.log1p(residual_at(problem, sums.chol, nodes).unsqueeze(-1) / problem.noise)
-    price = price.mean(0) if weights is None else torch.tensordot(weights, price, dims=1)
+    price = price.mean(0) if weights is None else torch.tensordot(weights.double(), price, dims=1)
     return _bound(problem, sums, price, kl)
 
 

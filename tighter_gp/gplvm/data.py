@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import host_values
-from ..data import check_array, from_array
+from ..maths.linalg import full_precision
 
 
 def as_observed(
-    targets: Tensor | np.ndarray, mask: Tensor | np.ndarray | None, num_outputs: int | None = None
+    targets: Tensor | np.ndarray, mask: Tensor | np.ndarray | None = None, num_outputs: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Rows of data with NaN at every missing entry, and which entries are observed.
 
@@ -22,27 +21,20 @@ def as_observed(
     :param num_outputs: :math:`P`, if it is known.
     :return: The data, and the observed entries or None if none is missing.
     """
-    check_array("targets", targets)
-    targets = from_array(targets) if isinstance(targets, np.ndarray) else targets
-    mask = from_array(mask) if isinstance(mask, np.ndarray) else mask
+    targets, mask = torch.as_tensor(targets), None if mask is None else torch.as_tensor(mask)
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
         raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")
-    if not targets.is_floating_point() or targets.element_size() < 4:
+    if not targets.is_floating_point():
         targets = targets.to(torch.get_default_dtype())
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != targets.shape:
             raise ValueError(
-                f"mask must be boolean and shaped like the data, {tuple(targets.shape)}, True where observed; got "
-                f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}."
+                f"mask must be boolean and shaped like the data, {tuple(targets.shape)}, True where observed."
             )
-        targets = torch.where(mask, targets, torch.full_like(targets, torch.nan))
-    values = host_values(targets)
-    if values is None:
-        return targets, ~torch.isnan(targets)
-    if np.isinf(values).any():
-        raise ValueError(f"{np.isinf(values).sum()} entries of the data are infinite; mark them missing with NaN.")
-    return targets, ~torch.isnan(targets) if np.isnan(values).any() else None
+        targets = torch.where(mask, targets, torch.nan)
+    observed = ~torch.isnan(targets)
+    return targets, None if targets.is_cpu and bool(observed.all()) else observed
 
 
 def check_columns(targets: Tensor) -> None:
@@ -60,26 +52,11 @@ def check_columns(targets: Tensor) -> None:
         )
 
 
-def check_latent_dim(latent_dim: int, num_outputs: int) -> None:
-    """Raise unless there are at most as many latent dimensions as columns of the data."""
-    if not 1 <= latent_dim <= num_outputs:
+def check_latent_dim(latent_dim: int, largest: int) -> None:
+    """Raise unless there are at most as many latent dimensions as rows and columns of the data."""
+    if not 1 <= latent_dim <= largest:
         raise ValueError(
-            f"latent_dim must lie between 1 and {num_outputs}, the number of columns of the data; got {latent_dim}."
-        )
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise unless there is at least one of something."""
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1; got {value}.")
-
-
-def check_inducing_points(inducing_points: Tensor, latent_dim: int) -> None:
-    """Raise unless the inducing points are one set in the latent space."""
-    if inducing_points.dim() != 2 or inducing_points.size(-1) != latent_dim:
-        raise ValueError(
-            f"inducing_points must have shape M x {latent_dim}, one set for all outputs; got "
-            f"{tuple(inducing_points.shape)}."
+            f"latent_dim must lie between 1 and {largest}, the number of rows or columns; got {latent_dim}."
         )
 
 
@@ -116,13 +93,11 @@ def principal_components(
     targets, _ = as_observed(targets, mask)
     check_columns(targets)
     num_data, num_outputs = targets.shape
-    check_latent_dim(latent_dim, num_outputs)
-    if latent_dim > num_data:
-        raise ValueError(f"latent_dim={latent_dim} needs at least as many rows of data; got {num_data}.")
-    centred = targets - targets.nanmean(0)
-    centred = torch.where(torch.isnan(centred), torch.zeros_like(centred), centred)
-    # Eigenvectors of the P x P covariance: N may be large.
-    values, vectors = torch.linalg.eigh(centred.mT @ centred / num_data)
-    leading = values.flip(-1)[:latent_dim].clamp_min(torch.finfo(values.dtype).eps * values[-1])
-    scores = centred @ vectors.flip(-1)[:, :latent_dim]
+    check_latent_dim(latent_dim, min(num_data, num_outputs))
+    centred = (targets - targets.nanmean(0)).nan_to_num(nan=0.0)
+    with full_precision(centred.device.type):
+        # Eigenvectors of the P x P covariance: N may be large.
+        values, vectors = torch.linalg.eigh(centred.mT @ centred / num_data)
+        leading = values.flip(-1)[:latent_dim].clamp_min(torch.finfo(values.dtype).eps * values[-1])
+        scores = centred @ vectors.flip(-1)[:, :latent_dim]
     return PrincipalComponents(scores / leading.sqrt(), leading / leading[0])

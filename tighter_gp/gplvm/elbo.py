@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import VariationalELBO
@@ -13,16 +14,13 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..conditionals import PerPoint
-from ..conditionals.base import ConditionalAddedLossTerm
 from ..data import Rows, reference
 from ..likelihoods.properties import expected_log_prob, filled
-from ..likelihoods.targets import check_arguments
-from ..mlls import DataTerms, TighterELBO, data_terms
+from ..mlls import TighterELBO
 from ..mlls.priors import log_prior
 from ..modes import chunks, temporary_mode
 from ..strategies import TighterStrategy
-from .data import as_observed, check_count
+from .data import as_observed
 
 
 class LatentELBOTerms(NamedTuple):
@@ -101,26 +99,15 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
     ) -> None:
         if not hasattr(model, "latents"):
             raise TypeError(f"LatentVariableELBO needs a BayesianGPLVM; got {type(model).__name__}.")
-        if num_data < 1:
-            raise ValueError(f"num_data is the number of rows of the training data; got {num_data}.")
         super().__init__(likelihood, model, num_data, beta, combine_terms)
         is_ours = isinstance(model.variational_strategy, TighterStrategy)
-        objective = objective or (TighterELBO if is_ours else VariationalELBO)
-        self.is_tighter = issubclass(objective, TighterELBO)
-        # Made for its checks of model and likelihood.
-        objective(likelihood, model, num_data, beta)
+        self.is_tighter = issubclass(objective or (TighterELBO if is_ours else VariationalELBO), TighterELBO)
+        kind = TighterELBO if self.is_tighter else _StandardELBO
+        # Not as a submodule: model and likelihood are this one's already.
+        self.__dict__["elbo"] = kind(likelihood, model, num_data, beta, combine_terms=False)
 
     def _log_likelihood_term(self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        return self._data_terms(approximate_dist_f, target, None, **kwargs).log_likelihood
-
-    def _data_terms(self, q_f: MultivariateNormal, target: Tensor, mask: Tensor | None, **kwargs: Any) -> DataTerms:
-        """Sums over points, one value per output."""
-        if self.is_tighter:
-            return data_terms(self.likelihood, q_f, target, mask=mask, beta=self.beta, **kwargs)
-        check_arguments(self.likelihood, kwargs)
-        log_prob = expected_log_prob(self.likelihood, target if mask is None else filled(target, mask), q_f, **kwargs)
-        log_prob = log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
-        return DataTerms(log_prob.sum(-1), torch.zeros_like(log_prob[..., 0]))
+        return self.elbo._log_likelihood_term(approximate_dist_f, target, **kwargs)
 
     def forward(
         self,
@@ -139,18 +126,14 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         :param kwargs: Passed to the likelihood.
         :return: The bound per datum, or :class:`LatentELBOTerms`.
         """
-        check_count("num_samples", num_samples)
-        self._check_rows()
-        q_x = self.model.latents.q(index)
-        return self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
-
-    def _check_rows(self) -> None:
-        """Raise if the data are not those that the latents belong to: row n of the one is row n of the other."""
         if self.num_data != self.model.latents.num_data:
             raise ValueError(
                 f"num_data={self.num_data}, but the model has latents for {self.model.latents.num_data} rows: train and "
                 "evaluate it on all rows that it was made for. Latents of other rows are found by infer_latents."
             )
+        q_x = self.model.latents.q(index)
+        terms = self.at(q_x.rsample(torch.Size([num_samples])), q_x, target, mask=mask, index=index, **kwargs)
+        return terms.bound if self.combine_terms else terms
 
     def at(
         self,
@@ -160,48 +143,46 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         *,
         mask: Tensor | None = None,
         index: Tensor | None = None,
+        q_f: MultivariateNormal | None = None,
         **kwargs: Any,
-    ) -> Tensor | LatentELBOTerms:
-        r"""The objective at given draws of the latents; what calling this object does after drawing them.
+    ) -> LatentELBOTerms:
+        r"""The parts of the objective at given draws of the latents.
 
         :param x: Draws, ``S x B x Q``.
         :param q_x: What they were drawn from, batch shape ``B x Q``.
+        :param q_f: What :meth:`q_f` returned for them, if it is known.
         """
-        terms = self._terms(x, q_x, target, mask, index, **kwargs)
-        return terms.bound if self.combine_terms else terms
-
-    def _terms(
-        self, x: Tensor, q_x: Normal, target: Tensor, mask: Tensor | None, index: Tensor | None, **kwargs: Any
-    ) -> LatentELBOTerms:
         target, observed = as_observed(target, mask, self.model.num_outputs)
-        num_samples, num_rows, latent_dim = x.shape
+        num_samples, num_rows, _ = x.shape
         if target.size(0) != num_rows:
             raise ValueError(f"target has {target.size(0)} rows for {num_rows} latents; pass target=Y[index].")
-        if num_rows > self.num_data:
-            raise ValueError(f"The batch has {num_rows} rows but num_data={self.num_data}, the size of all the data.")
-        # The samples of a row are further points of one GP: K_ZZ is factorised once for all of them.
-        call = {}
-        if isinstance(getattr(self.model.variational_strategy, "conditional", None), PerPoint):
-            rows = torch.arange(num_rows, device=x.device) if index is None else index
-            call["index"] = rows.repeat(num_samples)
-        q_f = self.model(x.reshape(num_samples * num_rows, latent_dim), **call)
-        targets = target.mT.repeat(1, num_samples).to(x.dtype)
-        mask = None if observed is None else observed.mT.repeat(1, num_samples)
-        log_likelihood, conditional = self._data_terms(q_f, targets, mask, **kwargs)
-        num_points = num_samples * num_rows
-        zero = added_loss = log_likelihood.new_zeros(())
-        for term in self.model.added_loss_terms():
-            if not isinstance(term, ConditionalAddedLossTerm) or not self.is_tighter:
-                added_loss = added_loss + term.loss()
-        divergence = self.model.variational_strategy.kl_divergence().expand(self.model.num_outputs)
+        q_f = self.q_f(x, index) if q_f is None else q_f
+        self.elbo.num_data = self.num_data * num_samples
+        with settings.observation_nan_policy("ignore" if observed is None else "fill"):
+            terms = self.elbo(q_f, target.mT.repeat(1, num_samples).to(x.dtype), **kwargs)  # one value per output
+        log_likelihood, kl_divergence, _, *rest = terms
+        added_loss, conditional = (*rest, 0.0, 0.0)[:2]
+        zero = torch.zeros_like(log_likelihood)
         return LatentELBOTerms(
-            log_likelihood=log_likelihood.sum(-1) / num_points,
-            kl_divergence=divergence.sum(-1) * (self.beta / self.num_data),
+            log_likelihood=log_likelihood.sum(-1),
+            kl_divergence=(zero + kl_divergence).sum(-1) * num_samples,
             latent_kl=self.beta * self.model.latents.prior.kl_divergence(q_x, x).mean(),
-            log_prior=zero + log_prior(self) / self.num_data,
-            added_loss=added_loss,
-            conditional=self.beta * conditional.sum(-1) / num_points,
+            log_prior=zero.sum(-1) + log_prior(self) / self.num_data,
+            added_loss=(zero + added_loss).mean(-1),
+            conditional=(zero + conditional).sum(-1),
         )
+
+    def q_f(self, x: Tensor, index: Tensor | None, **options: Any) -> MultivariateNormal:
+        """q(f) at draws of the latents, ``S x B x Q``: the samples of a row are further points of one GP.
+
+        :param index: The rows of the data, ``B``; None for all.
+        :param options: Passed to the strategy.
+        """
+        num_samples, num_rows, _ = x.shape
+        if getattr(getattr(self.model.variational_strategy, "conditional", None), "needs_index", False):
+            rows = torch.arange(num_rows, device=x.device) if index is None else index
+            options["index"] = rows.repeat(num_samples)
+        return self.model(x.flatten(0, 1), **options)
 
     @torch.no_grad()
     def evaluate(
@@ -225,18 +206,25 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         """
         if len(target) != self.num_data:
             raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {len(target)}.")
-        check_count("num_samples", num_samples)
-        self._check_rows()
         like = reference(self.model)
         rows_of_y = Rows(target, like, dim=0, name="target")
         rows_of_mask = None if mask is None else Rows(mask, like, dim=0, name="mask")
-        total = torch.zeros((), dtype=like.dtype, device=like.device)
+        total = like.new_zeros(())
         with temporary_mode(self.model, False), temporary_mode(self.model.variational_strategy, True):
             for rows in chunks(self.num_data, batch_size):
                 index = torch.arange(rows.start, rows.stop, device=like.device)
                 q_x = self.model.latents.q(index)
                 x = q_x.sample(torch.Size([num_samples]))
                 seen = None if rows_of_mask is None else rows_of_mask[rows]
-                terms = self._terms(x, q_x, rows_of_y[rows], seen, index, **kwargs)
+                terms = self.at(x, q_x, rows_of_y[rows], mask=seen, index=index, **kwargs)
                 total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
         return total
+
+
+class _StandardELBO(VariationalELBO):
+    """The standard bound, in which missing targets of any likelihood are left out."""
+
+    def _log_likelihood_term(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
+        observed = ~torch.isnan(target)
+        log_prob = expected_log_prob(self.likelihood, filled(target, observed), variational_dist_f, **kwargs)
+        return torch.where(observed, log_prob, 0.0).sum(-1)

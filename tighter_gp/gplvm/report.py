@@ -10,7 +10,7 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
-from .reconstruction import reconstruct
+from .inference import reconstruct
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

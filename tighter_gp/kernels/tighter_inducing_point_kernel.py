@@ -17,13 +17,13 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from torch import Tensor
 
-from ..collapsed.collapsed_gp import kernel_projector
-from ..collapsed.prices import price, residual_within
+from ..collapsed.collapsed_gp import kernel_prior
+from ..collapsed.prices import price
 from ..conditionals import Blocks
-from ..likelihoods.properties import is_gaussian
+from ..likelihoods.family import family
 from ..maths.bounds import check_bound
 from ..maths.linalg import full_precision
-from ..prior import Projection, Projector
+from ..prior import Prior, Projection
 from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
 
 
@@ -112,7 +112,7 @@ class TighterInducingPointKernel(InducingPointKernel):
             raise ValueError(
                 f"blocks= and bound='block' belong together: the labels of the training points; got {came}."
             )
-        if not is_gaussian(likelihood):
+        if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         if bound != "titsias" and isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
             raise TypeError(
@@ -127,31 +127,27 @@ class TighterInducingPointKernel(InducingPointKernel):
         self.jitter_val = jitter_val
         self._was_called = False
 
-    def projector(self, noise: Tensor | None = None, precision: torch.dtype | None = None) -> Projector:
+    def prior(self, noise: Tensor | None = None, dtype: torch.dtype | None = None) -> Prior:
         """What turns inputs, as this kernel sees them, into (prior mean, A, d).
 
         :param noise: Noise variances; default the likelihood's.
-        :param precision: Of kernel and projection; default one that suffices for the bound.
+        :param dtype: Of kernel and projection; default one that suffices for the bound.
         """
         if noise is None:
             noise = torch.as_tensor(getattr(self.likelihood, "noise", 0.0))
         if self.bound in ("block", "full"):
-            noise = torch.zeros_like(noise)  # their residual covariances are factorised
-        return kernel_projector(
-            self.base_kernel, self.inducing_points, noise.detach(), self.jitter_val, precision=precision
-        )
+            dtype = torch.float64  # their residual covariances are factorised
+        return kernel_prior(self.base_kernel, self.inducing_points, noise.detach(), self.jitter_val, dtype=dtype)
 
-    def _project(self, x: Tensor) -> tuple[Projector, Projection]:
-        projector = self.projector()
-        projector.lower = self.training or not torch.is_grad_enabled()
+    def _project(self, x: Tensor) -> Projection:
         with full_precision(x.device.type):
-            return projector, projector(x)
+            return self.prior()(x)
 
     def _get_covariance(self, x1: Tensor, x2: Tensor) -> LinearOperator:
         """As GPyTorch's, which evaluates in the precision of the inputs and keeps the factor in eval mode."""
-        points = self._project(x1)[1]
+        points = self._project(x1)
         if not torch.equal(x1, x2):
-            return MatmulLinearOperator(points.matrix.mT.to(x1.dtype), self._project(x2)[1].matrix.to(x2.dtype))
+            return MatmulLinearOperator(points.matrix.mT.to(x1.dtype), self._project(x2).matrix.to(x2.dtype))
         covar = explained_covariance(points.matrix.mT, x1.dtype)
         if self.training or settings.sgpr_diagonal_correction.off():
             return covar
@@ -181,8 +177,8 @@ class TighterInducingPointKernel(InducingPointKernel):
             return super().forward(x1, x2, diag=diag, **kwargs)
         if not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
-        projector, points = self._project(x1)
-        within = partial(residual_within, projector, x1, points.matrix)
+        points = self._project(x1)
+        within = partial(self.prior().residual_within, points, x1)
         cost = lambda noise: price(self.bound, points.residual, noise, within, self.blocks)
         term = CollapsedAddedLossTerm(points.residual.shape, self.likelihood, cost)
         self.update_added_loss_term("inducing_point_loss_term", term)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Poisson
+
+# Steps of Newton's method for the best scale: enough for residual variances of some thousand.
+_NEWTON_STEPS = 16
 
 
 class PoissonLikelihood(_OneDimensionalLikelihood):
@@ -41,9 +43,20 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
         """``expected_log_prob`` from tensors: what a training step calls, since it reads nothing back."""
         return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
 
-    def curvature_of_moments(self, observations: Tensor, mean: Tensor) -> Callable[[Tensor], Tensor]:
-        r"""Minus twice the derivative of ``expected_log_prob`` in the variance, :math:`e^{\mu + v/2}`, as a function of it."""
-        return lambda variance: (mean + variance / 2).exp()
+    @torch.no_grad()
+    def best_scale(self, mean: Tensor, explained: Tensor, residual: Tensor, beta: float = 1.0) -> Tensor:
+        r"""The best :math:`m_n`, with :math:`x = \log m_n` the root of :math:`h(x) = x + \log(1 + d_n \lambda_n(e^x) / \beta)`.
+
+        :math:`h` is convex and increasing, so Newton's method from its right, where the scale's own part of the rate is
+        left out, never passes the root; far from it a step is nearly one.
+        """
+        log_rate = mean + explained / 2 + residual.log() - math.log(beta)  # log of d times the rate at m = 0
+        x = -torch.nn.functional.softplus(log_rate)
+        for _ in range(_NEWTON_STEPS):
+            half = 0.5 * x.exp() * residual
+            exponent = log_rate + half
+            x = x - (x + torch.nn.functional.softplus(exponent)) / (1 + exponent.sigmoid() * half)
+        return x.exp()
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any

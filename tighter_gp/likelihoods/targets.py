@@ -12,8 +12,8 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
 from .bernoulli_logit_likelihood import BernoulliLogitLikelihood
+from .family import family
 from .poisson_likelihood import PoissonLikelihood
-from .properties import has_one_function, is_gaussian
 
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
 _COUNTS = (PoissonLikelihood, likelihoods.PoissonLikelihood, likelihoods.NegativeBinomialLikelihood)
@@ -75,7 +75,9 @@ def check_shape(likelihood: Any, q: MultivariateNormal, y: Tensor) -> None:
     """
     is_softmax = isinstance(likelihood, likelihoods.SoftmaxLikelihood)
     allowed = [q.event_shape[:1]] if is_softmax else [q.event_shape]
-    if len(q.event_shape) > 1 and not (is_softmax or has_one_function(likelihood) or is_gaussian(likelihood)):
+    if len(q.event_shape) > 1 and not (
+        is_softmax or family(likelihood).has_one_function or family(likelihood).is_gaussian
+    ):
         allowed = [q.event_shape[:1], *allowed]
     if not any(_fits(y.shape, q.batch_shape, event_shape) for event_shape in allowed):
         wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in allowed)

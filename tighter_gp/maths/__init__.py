@@ -1,5 +1,5 @@
 """One function per equation. Torch only."""
 
-from . import bounds, collapsed, fused, linalg, moments, natural, solve_gp
+from . import bounds, collapsed, derivatives, linalg, moments, natural, solve_gp
 
-__all__ = ["bounds", "collapsed", "fused", "linalg", "moments", "natural", "solve_gp"]
+__all__ = ["bounds", "collapsed", "derivatives", "linalg", "moments", "natural", "solve_gp"]

@@ -35,7 +35,7 @@ def trace_penalty(residual: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
-        >>> tighter_gp.bounds.trace_penalty(residual, noise)
+        >>> tighter_gp.maths.bounds.trace_penalty(residual, noise)
         tensor(1.)
     """
     return 0.5 * (residual / noise).sum(-1)
@@ -50,7 +50,7 @@ def spherical_penalty(residual: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
-        >>> tighter_gp.bounds.spherical_penalty(residual, noise)
+        >>> tighter_gp.maths.bounds.spherical_penalty(residual, noise)
         tensor(0.6931)
     """
     count = residual.size(-1)
@@ -67,7 +67,7 @@ def log_penalty(residual: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> residual, noise = torch.tensor([1.0, 3.0]), torch.tensor(2.0)
-        >>> tighter_gp.bounds.log_penalty(residual, noise)
+        >>> tighter_gp.maths.bounds.log_penalty(residual, noise)
         tensor(0.6609)
     """
     return 0.5 * torch.log1p(residual / noise).sum(-1)
@@ -83,7 +83,7 @@ def full_penalty(residual_covariance: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> covariance = torch.tensor([[1.0, 1.0], [1.0, 3.0]])
-        >>> tighter_gp.bounds.full_penalty(covariance, torch.tensor([2.0, 2.0]))
+        >>> tighter_gp.maths.bounds.full_penalty(covariance, torch.tensor([2.0, 2.0]))
         tensor(0.6264)
     """
     stddev = noise.sqrt()
@@ -100,7 +100,7 @@ def scale_penalty(scale: Tensor) -> Tensor:
     :return: Same shape; zero where :math:`m_n = 1`.
 
     Example:
-        >>> tighter_gp.bounds.scale_penalty(torch.tensor([1.0, 0.5]))
+        >>> tighter_gp.maths.bounds.scale_penalty(torch.tensor([1.0, 0.5]))
         tensor([0.0000, 0.0966])
     """
     return 0.5 * (scale - 1 - scale.log())
@@ -118,7 +118,7 @@ def optimal_scale(residual: Tensor, precision: Tensor) -> Tensor:
 
     Example:
         >>> noise = torch.tensor(2.0)
-        >>> tighter_gp.bounds.optimal_scale(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
+        >>> tighter_gp.maths.bounds.optimal_scale(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
         tensor([1.0000, 0.6667, 0.4000])
     """
     return (1 + precision * residual).reciprocal()
@@ -133,7 +133,7 @@ def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
 
     Example:
         >>> noise = torch.tensor(2.0)
-        >>> tighter_gp.bounds.optimal_scale_penalty(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
+        >>> tighter_gp.maths.bounds.optimal_scale_penalty(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
         tensor([0.0000, 0.0361, 0.1581])
     """
     ratio = precision * residual
@@ -153,7 +153,7 @@ def check_bound(bound: str, allowed: Sequence[str] = BOUNDS) -> None:
     """Raise unless a bound is one of those allowed.
 
     Example:
-        >>> tighter_gp.bounds.check_bound("tighter")
+        >>> tighter_gp.maths.bounds.check_bound("tighter")
     """
     if bound not in allowed:
         raise ValueError(f"Unknown bound {bound!r}; choose {', '.join(map(repr, allowed))}.")
@@ -185,7 +185,7 @@ def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tens
     Example:
         >>> projection = torch.tensor([[1.0, 0.5, 0.5]])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.nystrom_log_prob(projection, targets, noise)
+        >>> tighter_gp.maths.bounds.nystrom_log_prob(projection, targets, noise)
         tensor(-2.8790)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
@@ -204,7 +204,7 @@ def sum_of_squares(scaled: Tensor, whitened: Tensor, weights: Tensor) -> Tensor:
     :param weights: :math:`w`, ``... x M``.
 
     Example:
-        >>> tighter_gp.bounds.sum_of_squares(torch.eye(1), torch.tensor([[3.0]]), torch.tensor([1.0]))
+        >>> tighter_gp.maths.bounds.sum_of_squares(torch.eye(1), torch.tensor([[3.0]]), torch.tensor([1.0]))
         tensor(5.)
     """
     misfit = whitened - scaled.mT @ weights.unsqueeze(-1)
@@ -222,7 +222,7 @@ def titsias_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: 
     Example:
         >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.titsias_bound(projection, targets, noise, residual)
+        >>> tighter_gp.maths.bounds.titsias_bound(projection, targets, noise, residual)
         tensor(-4.3790)
     """
     return nystrom_log_prob(projection, targets, noise) - trace_penalty(residual, noise)
@@ -234,7 +234,7 @@ def spherical_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual
     Example:
         >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.spherical_bound(projection, targets, noise, residual)
+        >>> tighter_gp.maths.bounds.spherical_bound(projection, targets, noise, residual)
         tensor(-3.9187)
     """
     return nystrom_log_prob(projection, targets, noise) - spherical_penalty(residual, noise)
@@ -248,7 +248,7 @@ def tighter_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: 
     Example:
         >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
-        >>> tighter_gp.bounds.tighter_bound(projection, targets, noise, residual)
+        >>> tighter_gp.maths.bounds.tighter_bound(projection, targets, noise, residual)
         tensor(-3.7953)
     """
     return nystrom_log_prob(projection, targets, noise) - log_penalty(residual, noise)
@@ -266,7 +266,7 @@ def scaled_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual: T
         >>> projection, residual = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([0.0, 0.75, 0.75])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
         >>> scale = torch.tensor([1.0, 0.4, 0.4])  # the best: noise / (noise + residual)
-        >>> tighter_gp.bounds.scaled_bound(projection, targets, noise, residual, scale)
+        >>> tighter_gp.maths.bounds.scaled_bound(projection, targets, noise, residual, scale)
         tensor(-3.7953)
     """
     penalty = trace_penalty(scale * residual, noise) + scale_penalty(scale.expand_as(residual)).sum(-1)
@@ -284,7 +284,7 @@ def full_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_cova
         >>> projection = torch.tensor([[1.0, 0.5, 0.5]])
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
         >>> covariance = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.75, 0.5], [0.0, 0.5, 0.75]])
-        >>> tighter_gp.bounds.full_bound(projection, targets, noise, covariance)
+        >>> tighter_gp.maths.bounds.full_bound(projection, targets, noise, covariance)
         tensor(-3.7081)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
@@ -298,7 +298,7 @@ def exact_log_evidence(covariance: Tensor, targets: Tensor, noise: Tensor) -> Te
 
     Example:
         >>> covariance = torch.tensor([[1.0, 0.5, 0.5], [0.5, 1.0, 0.75], [0.5, 0.75, 1.0]])
-        >>> tighter_gp.bounds.exact_log_evidence(covariance, torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5))
+        >>> tighter_gp.maths.bounds.exact_log_evidence(covariance, torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5))
         tensor(-3.5613)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
@@ -326,8 +326,8 @@ def whitened_kl(q: Whitened) -> Tensor:
     :return: Shape ``...``.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([1.0, 0.0]), stddev=torch.ones(2))
-        >>> tighter_gp.bounds.whitened_kl(q)
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([1.0, 0.0]), stddev=torch.ones(2))
+        >>> tighter_gp.maths.bounds.whitened_kl(q)
         tensor(0.5000)
     """
     if q.root is not None:
@@ -355,7 +355,7 @@ def gaussian_expected_log_prob(targets: Tensor, mean: Tensor, variance: Tensor, 
 
     Example:
         >>> mean, variance = torch.zeros(2), torch.tensor([0.0, 0.5])
-        >>> tighter_gp.bounds.gaussian_expected_log_prob(torch.tensor([0.0, 1.0]), mean, variance, torch.tensor(1.0))
+        >>> tighter_gp.maths.bounds.gaussian_expected_log_prob(torch.tensor([0.0, 1.0]), mean, variance, torch.tensor(1.0))
         tensor([-0.9189, -1.6689])
     """
     return -0.5 * (_LOG_2PI + noise.log() + ((targets - mean).square() + variance) / noise)
@@ -381,7 +381,7 @@ def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> blocks = torch.tensor([[[1.0, 1.0], [1.0, 3.0]], [[1.0, 0.0], [0.0, 0.0]]])  # two points, and one filled up
-        >>> tighter_gp.bounds.block_penalty(blocks, torch.full((2, 2), 2.0))
+        >>> tighter_gp.maths.bounds.block_penalty(blocks, torch.full((2, 2), 2.0))
         tensor(0.8291)
     """
     return full_penalty(residual_blocks, noise).sum(-1)
@@ -427,7 +427,7 @@ def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blo
         >>> targets, noise = torch.tensor([1.0, 0.5, 0.0]), torch.tensor(0.5)
         >>> rows = tighter_gp.conditionals.block_table(torch.tensor([0, 1, 1]))  # the second and third point together
         >>> blocks = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.75, 0.5], [0.5, 0.75]]])
-        >>> tighter_gp.bounds.block_bound(projection, targets, noise, blocks, rows)
+        >>> tighter_gp.maths.bounds.block_bound(projection, targets, noise, blocks, rows)
         tensor(-3.7081)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))

@@ -7,7 +7,6 @@ Notation: :math:`L = \mathrm{chol}(K_{ZZ})`, :math:`A = L^{-1} K_{ZX}`,
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -54,7 +53,7 @@ def cholesky(
     :raises torch.linalg.LinAlgError: If the matrix holds NaN or inf, or stays indefinite.
 
     Example:
-        >>> tighter_gp.linalg.cholesky(torch.tensor([[4.0, 2.0], [2.0, 10.0]]))
+        >>> tighter_gp.maths.linalg.cholesky(torch.tensor([[4.0, 2.0], [2.0, 10.0]]))
         tensor([[2., 0.],
                 [1., 3.]])
     """
@@ -99,29 +98,6 @@ def _smallest_eigenvalue(matrix: Tensor) -> float:
         return math.nan
 
 
-class _Ieee:
-    """Counts who needs exact products: the first turns reduced precision off for all threads, the last restores it."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = threading.Lock(), 0
-        self.before: list[tuple[Any, str, Any, Any]] = []
-
-    def enter(self) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                self.before = _reduced()
-                for backend, switch, exact, _ in self.before:
-                    setattr(backend, switch, exact)
-
-    def leave(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                for backend, switch, _, before in self.before:
-                    setattr(backend, switch, before)
-
-
 def _reduced() -> list[tuple[Any, str, Any, Any]]:
     """Backends whose float32 products are of reduced precision: their switch, exact, and to restore ("none": inherited)."""
     settings: Any = torch.backends
@@ -130,14 +106,12 @@ def _reduced() -> list[tuple[Any, str, Any, Any]]:
         return [(matmul, "allow_tf32", False, True)] if matmul.allow_tf32 else []
     common = settings.fp32_precision
     backends = (settings.cuda.matmul, settings.mkldnn.matmul)
-    return [
-        (backend, "fp32_precision", "ieee", "none" if backend.fp32_precision == common else backend.fp32_precision)
-        for backend in backends
-        if backend.fp32_precision not in ("ieee", "none")
-    ]
-
-
-_ieee = _Ieee()
+    found = []
+    for backend in backends:
+        if backend.fp32_precision not in ("ieee", "none"):
+            before = "none" if backend.fp32_precision == common else backend.fp32_precision
+            found.append((backend, "fp32_precision", "ieee", before))
+    return found
 
 
 @contextmanager
@@ -147,15 +121,15 @@ def full_precision(device_type: str) -> Iterator[None]:
     Works with both of torch's TF32 switches, the older and the newer, and leaves them as they were.
     """
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    switches = _reduced()
     with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
-        if torch.compiler.is_compiling():
-            yield
-            return
-        _ieee.enter()
+        for backend, switch, exact, _ in switches:
+            setattr(backend, switch, exact)
         try:
             yield
         finally:
-            _ieee.leave()
+            for backend, switch, _, before in switches:
+                setattr(backend, switch, before)
 
 
 def _raise_if_not_finite(matrix: Tensor, name: str) -> None:
@@ -172,7 +146,7 @@ def triangular_inverse(lower: Tensor) -> Tensor:
     r"""Inverse of a lower triangular matrix, by halves: less work than solving for the identity.
 
     Example:
-        >>> tighter_gp.linalg.triangular_inverse(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+        >>> tighter_gp.maths.linalg.triangular_inverse(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
         tensor([[ 0.5000,  0.0000],
                 [-0.5000,  1.0000]])
     """
@@ -193,7 +167,7 @@ def solve_lower(chol: Tensor, rhs: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.solve_lower(chol, torch.tensor([[2.0], [5.0]]))
+        >>> tighter_gp.maths.linalg.solve_lower(chol, torch.tensor([[2.0], [5.0]]))
         tensor([[1.],
                 [1.]])
     """
@@ -205,7 +179,7 @@ def solve_lower_transposed(chol: Tensor, rhs: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.solve_lower_transposed(chol, torch.tensor([[3.0], [4.0]]))
+        >>> tighter_gp.maths.linalg.solve_lower_transposed(chol, torch.tensor([[3.0], [4.0]]))
         tensor([[1.],
                 [1.]])
     """
@@ -221,7 +195,7 @@ def project(chol: Tensor, cross: Tensor) -> Tensor:
 
     Example:
         >>> chol = torch.tensor([[2.0, 0.0], [1.0, 4.0]])
-        >>> tighter_gp.linalg.project(chol, torch.tensor([[2.0, 0.0], [5.0, 2.0]]))
+        >>> tighter_gp.maths.linalg.project(chol, torch.tensor([[2.0, 0.0], [5.0, 2.0]]))
         tensor([[1.0000, 0.0000],
                 [1.0000, 0.5000]])
     """
@@ -237,7 +211,7 @@ def residual_variance(prior_variance: Tensor, projection: Tensor) -> Tensor:
 
     Example:
         >>> projection = torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
-        >>> tighter_gp.linalg.residual_variance(torch.ones(3), projection)
+        >>> tighter_gp.maths.linalg.residual_variance(torch.ones(3), projection)
         tensor([0.0000, 0.5000, 1.0000])
     """
     return (prior_variance - projection.square().sum(-2)).clamp_min(0.0)

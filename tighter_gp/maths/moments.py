@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .collapsed import collapse
+from .derivatives import mean_and_explained
 from .linalg import project, residual_variance
 
 __all__ = [
@@ -38,7 +39,7 @@ class Whitened(NamedTuple):
     :param stddev: Square root of a diagonal :math:`S`, shape ``... x M``.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.zeros(2), stddev=torch.tensor([1.0, 0.5]))
+        >>> q = tighter_gp.maths.moments.Whitened(torch.zeros(2), stddev=torch.tensor([1.0, 0.5]))
         >>> q.root is None, q.to(torch.float64).mean.dtype
         (True, torch.float64)
     """
@@ -49,6 +50,8 @@ class Whitened(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Whitened:
         """The same in another precision."""
+        if self.mean.dtype == dtype:
+            return self
         return Whitened(*(None if tensor is None else tensor.to(dtype) for tensor in self))  # type: ignore[arg-type]
 
 
@@ -60,7 +63,7 @@ class Moments(NamedTuple):
     :param residual: :math:`d_n \ge 0`.
 
     Example:
-        >>> moments = tighter_gp.moments.Moments(
+        >>> moments = tighter_gp.maths.moments.Moments(
         ...     mean=torch.zeros(2), explained=torch.tensor([0.5, 0.25]), residual=torch.tensor([0.5, 0.75])
         ... )
         >>> moments.explained + moments.residual  # the variances of SVGP
@@ -77,8 +80,8 @@ def explained_root(projection: Tensor, q: Whitened) -> Tensor | None:
 
     Example:
         >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> tighter_gp.moments.explained_root(projection, q)
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.maths.moments.explained_root(projection, q)
         tensor([[0.5000, 0.2500],
                 [0.0000, 0.5000]])
     """
@@ -94,8 +97,8 @@ def projected_mean(projection: Tensor, q: Whitened) -> Tensor:
 
     Example:
         >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> tighter_gp.moments.projected_mean(projection, q)
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.maths.moments.projected_mean(projection, q)
         tensor([2., 1.])
     """
     return (projection.mT @ q.mean.unsqueeze(-1)).squeeze(-1)
@@ -106,8 +109,8 @@ def explained_variance(projection: Tensor, q: Whitened) -> Tensor:
 
     Example:
         >>> projection = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> tighter_gp.moments.explained_variance(projection, q)
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> tighter_gp.maths.moments.explained_variance(projection, q)
         tensor([0.2500, 0.3125])
     """
     root = explained_root(projection, q)
@@ -124,14 +127,33 @@ def projected_moments(projection: Tensor, prior_variance: Tensor, *parts: Whiten
     :param parts: The factors :math:`q(w_i)` in the order of the rows of :math:`A`.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
-        >>> tighter_gp.moments.projected_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), torch.ones(2), q, q).mean
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> tighter_gp.maths.moments.projected_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), torch.ones(2), q, q).mean
+        tensor([2., 2.])
+    """
+    return Moments(*explained_moments(projection, *parts), residual_variance(prior_variance, projection))
+
+
+def explained_moments(projection: Tensor, *parts: Whitened) -> tuple[Tensor, Tensor]:
+    r""":math:`A^\top m` and :math:`s_n`, summed over the independent factors of q(w).
+
+    Parameters of :func:`projected_moments`.
+
+    Example:
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> tighter_gp.maths.moments.explained_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), q, q)[0]
         tensor([2., 2.])
     """
     rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)
-    mean, *means = (projected_mean(part, q) for part, q in zip(rows, parts, strict=True))
-    explained, *others = (explained_variance(part, q) for part, q in zip(rows, parts, strict=True))
-    return Moments(sum(means, start=mean), sum(others, start=explained), residual_variance(prior_variance, projection))
+    (mean, explained), *others = (
+        mean_and_explained(part, q.mean, q.root)
+        if q.root is not None
+        else (projected_mean(part, q), explained_variance(part, q))
+        for part, q in zip(rows, parts, strict=True)
+    )
+    for more_mean, more_explained in others:
+        mean, explained = mean + more_mean, explained + more_explained
+    return mean, explained
 
 
 def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitened) -> Moments:
@@ -146,8 +168,8 @@ def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitene
 
     Example:
         >>> chol, cross = torch.eye(2), torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.5, 0.0]])
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
-        >>> moments = tighter_gp.moments.svgp_moments(chol, cross, torch.ones(3), q)
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0, 0.0]), stddev=torch.tensor([0.5, 1.0]))
+        >>> moments = tighter_gp.maths.moments.svgp_moments(chol, cross, torch.ones(3), q)
         >>> moments.mean, moments.residual
         (tensor([2., 1., 0.]), tensor([0.0000, 0.5000, 1.0000]))
     """
@@ -168,7 +190,7 @@ def optimal_whitened(projection: Tensor, targets: Tensor, noise: Tensor) -> Whit
 
     Example:
         >>> projection, targets = torch.tensor([[1.0, 0.5, 0.5]]), torch.tensor([1.0, 0.5, 0.0])
-        >>> q = tighter_gp.moments.optimal_whitened(projection, targets, torch.tensor(0.5))
+        >>> q = tighter_gp.maths.moments.optimal_whitened(projection, targets, torch.tensor(0.5))
         >>> q.mean, q.root
         (tensor([0.6250]), tensor([[0.5000]]))
     """
@@ -184,7 +206,7 @@ def whitened_from_gram(gram: Tensor, linear: Tensor) -> Whitened:
     :param linear: :math:`\sum_n a_n y_n / \sigma_n^2`, shape ``... x M``.
 
     Example:
-        >>> q = tighter_gp.moments.whitened_from_gram(torch.tensor([[3.0]]), torch.tensor([2.0]))
+        >>> q = tighter_gp.maths.moments.whitened_from_gram(torch.tensor([[3.0]]), torch.tensor([2.0]))
         >>> q.mean, q.root  # 2 / (1 + 3), and the root of 1 / (1 + 3)
         (tensor([0.5000]), tensor([[0.5000]]))
     """

@@ -2,62 +2,23 @@ r"""SOLVE-GP: two sets of inducing variables, the second orthogonal to the first
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from .bounds import log_penalty, sum_of_squares, trace_penalty
-from .collapsed import add_identity, add_identity_cholesky, collapse, collapsed_log_prob
-from .linalg import cholesky, mean_diagonal, project, solve_lower
+from .collapsed import add_identity_cholesky, collapse, collapsed_log_prob
+from .linalg import project
 from .moments import Moments, Whitened, projected_moments, whitened_from_gram
 
 __all__ = [
     "join_whitened",
     "optimal_solve_gp_whitened",
-    "orthogonal_cholesky",
     "solve_gp_bound",
     "solve_gp_log_prob",
     "solve_gp_moments",
     "solve_gp_whitened_from_gram",
     "tighter_solve_gp_bound",
 ]
-
-
-def orthogonal_cholesky(
-    covariance: Tensor, num_inducing: int, factorize: Callable[[Tensor, str, Tensor], Tensor] = cholesky
-) -> Tensor:
-    r"""Cholesky factor of the covariance of :math:`(u, v)`, block by block: the largest matrix factorised is a block.
-
-    .. math::
-
-        L = \begin{pmatrix} L_u & 0 \\ W^\top & L_v \end{pmatrix}, \qquad
-        W = L_u^{-1} K_{uv}, \qquad L_v L_v^\top = C_{vv} = K_{vv} - W^\top W
-
-    Whitened by it, :math:`u = L_u w_u` and :math:`v = W^\top w_u + L_v w_v`: :math:`w_v` is what :math:`v` adds to
-    :math:`u`, orthogonal to it under the prior.
-
-    :param covariance: Covariance of the inducing and the orthogonal variables, ``... x M x M``, ``M = M_u + M_v``.
-    :param num_inducing: ``M_u``.
-    :param factorize: Makes the factor of a block, given the block, its name and the scale of its rounding errors.
-    :return: Shape ``... x M x M``, lower triangular.
-
-    Example:
-        >>> covariance = torch.tensor([[4.0, 2.0], [2.0, 10.0]])
-        >>> tighter_gp.maths.solve_gp.orthogonal_cholesky(covariance, num_inducing=1)
-        tensor([[2., 0.],
-                [1., 3.]])
-    """
-    rest = covariance.size(-1) - num_inducing
-    top, bottom = covariance.split([num_inducing, rest], dim=-2)
-    inducing, orthogonal = top[..., :num_inducing], bottom[..., num_inducing:]
-    factor = factorize(inducing, "K_ZZ", mean_diagonal(inducing))
-    if not rest:
-        return factor
-    whitened = solve_lower(factor, top[..., num_inducing:])
-    # A difference, perhaps a small one: its errors are of the scale of what it is taken from.
-    rest_factor = factorize(orthogonal - whitened.mT @ whitened, "C_OO", mean_diagonal(orthogonal))
-    return _stack_rows(factor, torch.cat([whitened.mT, rest_factor], dim=-1))
 
 
 def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: Whitened, q_v: Whitened) -> Moments:
@@ -78,7 +39,7 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
     :param q_v: :math:`q(w_v)`.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
         >>> cross = torch.tensor([[1.0, 0.5], [0.0, 0.5]])
         >>> moments = tighter_gp.maths.solve_gp.solve_gp_moments(torch.eye(2), cross, torch.ones(2), q, q)
         >>> moments.mean, moments.residual
@@ -91,7 +52,7 @@ def join_whitened(q_u: Whitened, q_v: Whitened) -> Whitened:
     r""":math:`q(w_u)\,q(w_v)` as one Gaussian over the stacked :math:`w`, with a block-diagonal root.
 
     Example:
-        >>> q = tighter_gp.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
+        >>> q = tighter_gp.maths.moments.Whitened(torch.tensor([2.0]), stddev=torch.tensor([0.5]))
         >>> tighter_gp.maths.solve_gp.join_whitened(q, q).stddev
         tensor([0.5000, 0.5000])
     """
@@ -161,7 +122,7 @@ def solve_gp_whitened_from_gram(gram: Tensor, linear: Tensor, num_inducing: int)
         >>> q_u.mean, q_v.mean  # 2 / (1 + 3) and 1 / (1 + 1)
         (tensor([0.5000]), tensor([0.5000]))
     """
-    mean = collapse(gram, linear, lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)).weights
+    mean = collapse(gram, linear).weights
     rows = slice(num_inducing), slice(num_inducing, None)
     q_u, q_v = (whitened_from_gram(gram[..., part, part], linear[..., part]) for part in rows)
     return q_u._replace(mean=mean[..., rows[0]]), q_v._replace(mean=mean[..., rows[1]])
@@ -195,9 +156,7 @@ def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_in
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
     gram = scaled @ scaled.mT
-    core = collapse(
-        gram, (scaled @ whitened).squeeze(-1), lambda gram: orthogonal_cholesky(add_identity(gram), num_inducing)
-    )
+    core = collapse(gram, (scaled @ whitened).squeeze(-1))
     quadratic = sum_of_squares(scaled, whitened, core.weights)
     log_det = torch.zeros_like(quadratic)
     for part in (slice(num_inducing), slice(num_inducing, None)):

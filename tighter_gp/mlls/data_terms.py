@@ -11,29 +11,25 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.likelihoods import SoftmaxLikelihood
 from torch import Tensor
 
-from ..carrier import Carrier, iter_carriers, mixes_points
-from ..checks import check_device
+from ..carrier import Carrier, find_carriers, mixes_points
 from ..conditionals import Conditional, OptimalConditional
-from ..data import signed
-from ..likelihoods.properties import (
+from ..likelihoods.expectations import (
     correlates_tasks,
     draw_samples,
     event_variance,
     expected_log_prob,
-    filled,
-    gaussian_noise,
-    has_closed_form,
-    is_gaussian,
-    is_sampled,
+    mean_curvature,
     place_samples,
+    sampled_log_prob,
     task_covariance,
 )
-from ..likelihoods.slopes import mean_curvature, sampled_log_prob
+from ..likelihoods.family import family, filled, gaussian_noise, signed
 from ..likelihoods.targets import check_arguments
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
-from ..maths.fused import fused_gaussian_terms
-from ..recording import is_recording
-from .wrapped import copied_dims, pull_back, together, with_variance
+from .wrapped import copied_dims, pull_back, sum_copies, with_variance
+
+# Evaluations of a curvature that is estimated by sampling: they cost more and know less.
+_SAMPLED_STEPS = 3
 
 
 class DataTerms(NamedTuple):
@@ -58,6 +54,7 @@ def data_terms(
     *,
     mask: Tensor | None = None,
     beta: float = 1.0,
+    by_curvature: bool = False,
     **kwargs: Any,
 ) -> DataTerms:
     r"""What the points of a batch add to the bound, at the scales that their conditional chooses.
@@ -70,6 +67,8 @@ def data_terms(
     :param target: :math:`y`, shaped like q's mean, or one label per point for a likelihood of several functions.
     :param mask: True where a target was observed, shaped like ``target``; default all. Missing targets add nothing.
     :param beta: Factor that the price will get.
+    :param by_curvature: Whether the derivative of a sampled expectation in a variance is half its mean second derivative,
+        which natural gradients need, and not that of its samples.
     :param kwargs: Passed to the likelihood.
 
     Example:
@@ -77,7 +76,9 @@ def data_terms(
         >>> bool(terms.conditional >= 0)
         True
     """
-    return carried_terms(carrier_of(likelihood, q), likelihood, q, target, mask=mask, beta=beta, **kwargs)
+    return carried_terms(
+        carrier_of(q), likelihood, q, target, mask=mask, beta=beta, by_curvature=by_curvature, **kwargs
+    )
 
 
 def carried_terms(
@@ -88,78 +89,101 @@ def carried_terms(
     *,
     mask: Tensor | None,
     beta: float,
+    by_curvature: bool = False,
     **kwargs: Any,
 ) -> DataTerms:
     """:func:`data_terms` of a q(f) whose carrier is known."""
     if kwargs:
         check_arguments(likelihood, kwargs)
-    check_device(target, q.mean.device, "Targets are")
-    check_device(likelihood, q.mean.device, "The likelihood is")
-    conditional, copied = carrier.strategy.conditional, copied_dims(q, carrier)
-    target = signed(target)
-    if mask is not None:
-        target = filled(target, mask)
-    gaussian = is_gaussian(likelihood)
-    if gaussian:
-        noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
-        check_device(noise, q.mean.device, "Noise variances are")
-        _check_batch(noise, q)
-        if type(conditional) is OptimalConditional and mask is None and q.lazy_covariance_matrix is carrier:
-            if target.dtype != q.mean.dtype:
-                target = target.to(q.mean.dtype)
-            return DataTerms(*fused_gaussian_terms(target, q.mean, carrier.explained, carrier.residual, noise, beta))
+    target = signed(target) if mask is None else filled(signed(target), mask)
+    if family(likelihood).is_gaussian:
+        log_prob, penalty = _gaussian_terms(likelihood, q, carrier, target, mask, beta, **kwargs)
+    else:
+        log_prob, penalty = _other_terms(likelihood, q, carrier, target, mask, beta, by_curvature, **kwargs)
+    # Copies of one function pay once; some likelihoods sum over tasks, some do not: sum over all that is not batch.
+    num_copies, num_batch = math.prod(carrier.batch_shape[dim] for dim in copied_dims(q, carrier)), len(q.batch_shape)
+    return DataTerms(_sum_from(_masked(log_prob, mask), num_batch), _sum_from(penalty, num_batch) / num_copies)
 
-    # kept: what the conditional leaves of the residual variance, m_n d_n
-    seen = None if mask is None else _of_functions(mask, likelihood, q)
+
+def _gaussian_terms(
+    likelihood: Any,
+    q: MultivariateNormal,
+    carrier: Carrier,
+    target: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Expected log density and price, point by point, in closed form."""
+    noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
+    conditional, origin = carrier.origin.strategy.conditional, carrier.origin
     if conditional.is_learned:
-        scale, penalty = carrier.chosen or _chosen(carrier)
-        kept = scale * carrier.residual
-        if mask is not None or q.lazy_covariance_matrix is not carrier:
-            # Nothing is paid where no observation sees the function.
-            weights = torch.ones_like(q.mean) if seen is None else seen.to(q.mean.dtype)
-            penalty = penalty * (together(pull_back(q, carrier, weights), copied) > 0)
-    elif gaussian:
+        kept, penalty = _learned(likelihood, q, carrier, mask)
+    else:
         # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
-        precision = together(pull_back(q, carrier, _masked(noise.reciprocal(), mask)), copied) / beta
-        kept, penalty = conditional.optimum(carrier.residual, precision, carrier.blocks)
-    elif isinstance(conditional, OptimalConditional) and not conditional.is_gaussian_only:
-        curvature = _curvature(likelihood, q, carrier, target, mask, seen, **kwargs)
-        # Samples cost more and know less.
-        num_steps = min(conditional.num_steps, 3) if is_sampled(likelihood) else conditional.num_steps
-        scale = conditional.solve(carrier.residual, lambda m: _divided(together(curvature(m), copied), beta), num_steps)
-        kept, penalty = scale * carrier.residual, scale_penalty(scale)
+        weights = _masked(noise.reciprocal(), mask)
+        precision = sum_copies(pull_back(q, carrier, weights), copied_dims(q, carrier)) / beta
+        within = lambda sets: origin.strategy.prior(origin.projection.matrix.dtype).residual_within(
+            origin.projection, origin.x, sets
+        )
+        kept, penalty = conditional.optimum(carrier.residual, precision, within, origin.index)
+    variance = carrier.explained + kept
+    if q.lazy_covariance_matrix is not carrier:
+        variance = event_variance(with_variance(q, variance))
+    return gaussian_expected_log_prob(target, q.mean, variance, noise), penalty
+
+
+def _other_terms(
+    likelihood: Any,
+    q: MultivariateNormal,
+    carrier: Carrier,
+    target: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    by_curvature: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same for any other likelihood, at the scales where the derivative in them vanishes."""
+    conditional, residual = carrier.origin.strategy.conditional, carrier.residual
+    if conditional.is_learned:
+        kept, penalty = _learned(likelihood, q, carrier, mask)
+    elif not conditional.is_gaussian_only:
+        scale = _best_scale(conditional, likelihood, q, carrier, target, mask, beta, **kwargs)
+        kept, penalty = scale * residual, scale_penalty(scale)
     else:
         raise no_closed_form(conditional, likelihood)
-
-    variance = carrier.explained + kept
-    if gaussian:
-        if q.lazy_covariance_matrix is not carrier:
-            variance = event_variance(with_variance(q, variance))
-        log_prob = gaussian_expected_log_prob(target, q.mean, variance, noise)
-    else:
-        expectation = sampled_log_prob if is_recording() and is_sampled(likelihood) else expected_log_prob
-        log_prob = expectation(likelihood, target, with_variance(q, variance), **kwargs)
-    # Copies of one function pay once.
-    num_copies = math.prod(carrier.batch_shape[dim] for dim in copied)
-    # Some likelihoods sum over tasks, some do not: sum over all that is not batch.
-    return DataTerms(
-        _sum_from(_masked(log_prob, mask), len(q.batch_shape)), _sum_from(penalty, len(q.batch_shape)) / num_copies
-    )
+    expectation = sampled_log_prob if by_curvature and family(likelihood).is_sampled else expected_log_prob
+    return expectation(likelihood, target, with_variance(q, carrier.explained + kept), **kwargs), penalty
 
 
-def _chosen(carrier: Carrier) -> tuple[Tensor, Tensor]:
-    """Scales of a learned conditional and their price, for a q(f) of eval mode."""
-    conditional, residual = carrier.strategy.conditional, carrier.residual
-    scale, penalty = (
-        choose(residual, index=carrier.index).expand_as(residual) for choose in (conditional.scale, conditional.penalty)
-    )
-    return scale, penalty
+def _learned(likelihood: Any, q: MultivariateNormal, carrier: Carrier, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a learned conditional keeps of the residual, and its price; nothing is paid where no observation sees a function."""
+    conditional, residual, index = carrier.origin.strategy.conditional, carrier.residual, carrier.origin.index
+    kept = conditional.scale(residual, index=index) * residual
+    penalty = conditional.penalty(residual, index=index).expand_as(residual)
+    if mask is not None or q.lazy_covariance_matrix is not carrier:
+        weights = torch.ones_like(q.mean) if mask is None else _of_functions(mask, likelihood, q).to(q.mean.dtype)
+        penalty = penalty * (sum_copies(pull_back(q, carrier, weights), copied_dims(q, carrier)) > 0)
+    return kept, penalty
 
 
-def _of_functions(mask: Tensor, likelihood: Any, q: MultivariateNormal) -> Tensor:
-    """Which functions are observed, in the shape of q's mean: with one label per point all of a point or none."""
-    is_label = isinstance(likelihood, SoftmaxLikelihood) or mask.shape[-len(q.event_shape) :] != q.event_shape
-    return (mask.unsqueeze(-1) if is_label and len(q.event_shape) > 1 else mask).expand_as(q.mean)
+def _best_scale(
+    conditional: OptimalConditional,
+    likelihood: Any,
+    q: MultivariateNormal,
+    carrier: Carrier,
+    target: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    **kwargs: Any,
+) -> Tensor:
+    """The best :math:`m_n` of each latent function, without a graph."""
+    is_plain = mask is None and q.lazy_covariance_matrix is carrier
+    if is_plain and _has(likelihood, "best_scale"):
+        return likelihood.best_scale(q.mean, carrier.explained, carrier.residual, beta)
+    curvature, copied = _curvature(likelihood, q, carrier, target, mask, is_plain, **kwargs), copied_dims(q, carrier)
+    num_steps = min(conditional.num_steps, _SAMPLED_STEPS) if family(likelihood).is_sampled else conditional.num_steps
+    return conditional.solve(carrier.residual, lambda m: sum_copies(curvature(m), copied) / beta, num_steps)
 
 
 def _curvature(
@@ -168,16 +192,12 @@ def _curvature(
     carrier: Carrier,
     target: Tensor,
     mask: Tensor | None,
-    seen: Tensor | None,
+    is_plain: bool,
     **kwargs: Any,
 ) -> Callable[[Tensor], Tensor]:
-    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph.
-
-    :param mask: Which targets are observed.
-    :param seen: The same of functions.
-    """
+    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
     explained, residual = carrier.explained, carrier.residual
-    if has_closed_form(likelihood, "curvature_of_moments") and mask is None and q.lazy_covariance_matrix is carrier:
+    if is_plain and _has(likelihood, "curvature_of_moments"):
         known = likelihood.curvature_of_moments(target, q.mean.detach())
         return lambda scale: known(torch.addcmul(explained, scale, residual))
 
@@ -190,9 +210,9 @@ def _curvature(
             (slope,) = torch.autograd.grad(log_prob.sum(), kept)
         return -2 * slope
 
-    if not is_sampled(likelihood):
+    if not family(likelihood).is_sampled:
         return by_derivative
-    draws = draw_samples(q)
+    draws, seen = draw_samples(q), None if mask is None else _of_functions(mask, likelihood, q)
 
     def by_samples(scale: Tensor) -> Tensor:
         narrowed = with_variance(q, explained + scale * residual)
@@ -205,36 +225,28 @@ def _curvature(
     return by_samples
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What came
-# ---------------------------------------------------------------------------------------------------------------------
+def _has(likelihood: Any, name: str) -> bool:
+    """Whether a likelihood of this package has a closed form of that name, for the density that it has."""
+    return family(likelihood).expectation == "moments" and hasattr(likelihood, name)
 
 
-def carrier_of(likelihood: Any, q: Any) -> Carrier:
+def carrier_of(q: Any) -> Carrier:
     """The one carrier in q(f), or a clear error."""
     if isinstance(q, Tensor):
         raise TypeError(
             "TighterELBO needs q(f), got a tensor: call mll(model(x), y), and for a latent-variable model use "
             "tighter_gp.gplvm.LatentVariableELBO, as objective= of fit."
         )
-    carriers = list(iter_carriers(q.lazy_covariance_matrix)) if isinstance(q, MultivariateNormal) else []
-    if not carriers:
+    carriers = find_carriers(q.lazy_covariance_matrix) if isinstance(q, MultivariateNormal) else []
+    if len(carriers) != 1:
         raise TypeError(
-            "TighterELBO needs q(f) as the model returns it; this one does not carry its residual variance. Hand the "
-            "output of model(x) over as it is, unsliced."
+            f"TighterELBO needs q(f) of one strategy as the model returns it, unsliced; this one carries {len(carriers)}."
         )
-    if len(carriers) > 1:
-        raise TypeError(f"TighterELBO needs q(f) from one strategy; this one mixes {len(carriers)}.")
     if mixes_points(q.lazy_covariance_matrix):
         raise TypeError(
             "This q(f) mixes points, as sums over an area do: their variances depend on covariances between points, which a "
             "tighter q(f|u) would change too. Use gpytorch.mlls.VariationalELBO for the standard bound, with conditional="
             "'optimal'."
-        )
-    if isinstance(likelihood, SoftmaxLikelihood) and not isinstance(q, MultitaskMultivariateNormal):
-        raise TypeError(
-            "SoftmaxLikelihood needs one function per class for each point: wrap the strategy in "
-            "gpytorch.variational.IndependentMultitaskVariationalStrategy."
         )
     return carriers[0]
 
@@ -247,24 +259,11 @@ def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:
     )
 
 
-def _fits(batch_shape: torch.Size, target_shape: torch.Size) -> bool:
-    try:
-        return torch.broadcast_shapes(batch_shape, target_shape) == target_shape
-    except RuntimeError:
-        return False
-
-
-def _check_batch(noise: Tensor, q: MultivariateNormal) -> None:
-    batch_shape = noise.shape[: max(0, noise.dim() - len(q.event_shape))]
-    if not _fits(batch_shape, q.batch_shape):
-        raise ValueError(
-            f"The likelihood's noise has batch shape {tuple(batch_shape)}, which does not fit q(f) of batch shape "
-            f"{tuple(q.batch_shape)}; give the model and its variational distribution that batch shape too."
-        )
-
-
-def _divided(values: Tensor, divisor: float) -> Tensor:
-    return values if divisor == 1 else values / divisor
+def _of_functions(mask: Tensor, likelihood: Any, q: MultivariateNormal) -> Tensor:
+    """Which functions are observed, in the shape of q's mean: with one label per point all of a point or none."""
+    is_label = isinstance(likelihood, SoftmaxLikelihood) or mask.shape[-len(q.event_shape) :] != q.event_shape
+    is_several = isinstance(q, MultitaskMultivariateNormal)
+    return (mask.unsqueeze(-1) if is_label and is_several else mask).expand_as(q.mean)
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gpytorch.means import LinearMean
 from torch import Tensor
 
 
@@ -16,25 +16,25 @@ def log_prior(root: Any, batch_shape: torch.Size = torch.Size()) -> Tensor | flo
     of the model, twice.
 
     :param root: The module.
-    :param batch_shape: Shape of the batch of models; a prior that has it counts for each of them alone.
+    :param batch_shape: Shape of the batch of models. A prior on a module of that batch shape counts for each model alone,
+        any other for all of them in full.
     """
     total: Tensor | float = 0.0
-    for prior, module, closure in _distinct(root):
+    distinct = {
+        (id(module), name.rpartition(".")[2]): (prior, module, closure)
+        for name, module, prior, closure, _ in root.named_priors()
+    }
+    for prior, module, closure in distinct.values():
         value = prior.log_prob(closure(module))
-        kept = len(batch_shape) if value.shape[: len(batch_shape)] == batch_shape else 0
+        own = getattr(module, "batch_shape", None)
+        if own is None:  # noise is ... x 1, the weights of a linear mean are ... x D x 1
+            own = value.shape[: -2 if isinstance(module, LinearMean) else -1]
+        kept = len(batch_shape) if own == batch_shape and value.shape[: len(batch_shape)] == batch_shape else 0
         total = total + (value.flatten(kept).sum(-1) if value.dim() > kept else value)
     return total
 
 
 def counts_twice(root: Any) -> bool:
-    """Whether ``named_priors`` has a prior more than once."""
-    return sum(1 for _ in root.named_priors()) > sum(1 for _ in _distinct(root))
-
-
-def _distinct(root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    seen: set[tuple[int, str]] = set()
-    for name, module, prior, closure, _ in root.named_priors():
-        key = id(module), name.rpartition(".")[2]
-        if key not in seen:
-            seen.add(key)
-            yield prior, module, closure
+    """Whether GPyTorch's ``named_priors`` has a prior more than once."""
+    found = [(id(module), name.rpartition(".")[2]) for name, module, *_ in root.named_priors()]
+    return len(found) > len(set(found))

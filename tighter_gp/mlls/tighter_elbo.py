@@ -15,16 +15,15 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
 from ..carrier import Carrier
-from ..checks import host_values
 from ..conditionals import ScalarConditional
 from ..conditionals.base import ConditionalAddedLossTerm
-from ..likelihoods.properties import is_gaussian, is_log_concave, observed
+from ..likelihoods.family import family, observed
 from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
-from ..strategies import TighterStrategy
+from ..strategies import TighterStrategy, gp_of
 from .data_terms import DataTerms, carried_terms, carrier_of, no_closed_form
 from .priors import log_prior
-from .wrapped import wrapped_kl_divergence
+from .wrapped import wrapped_divergence
 
 
 class ELBOTerms(NamedTuple):
@@ -81,7 +80,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
 
     :param likelihood: The likelihood.
     :param model: An :class:`~gpytorch.models.ApproximateGP` built on a strategy of this package, perhaps inside one of
-        GPyTorch's multitask strategies, or a :class:`~gpytorch.models.deep_gps.DeepGP` of such layers.
+        GPyTorch's multitask strategies, a module that holds one behind a network, or a
+        :class:`~gpytorch.models.deep_gps.DeepGP` of such layers.
     :param num_data: The total number of training points :math:`N`.
     :param beta: Factor on both KL divergences, that of q(u) and that of the conditional; below 1 the value is no bound.
     :param combine_terms: Whether to return the sum (default) or :class:`~tighter_gp.mlls.ELBOTerms`.
@@ -101,12 +101,12 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             raise ValueError(f"num_data is the number of training points; got {num_data}.")
         if not beta > 0:
             raise ValueError(f"beta must be positive; got {beta}.")
-        strategies = _tighter_strategies(model)
+        strategies, known = _tighter_strategies(gp_of(model)), family(likelihood)
         super().__init__(likelihood, model, num_data, beta, combine_terms)
         self._has_seen_targets = False
-        if not is_gaussian(likelihood) and all(s.conditional.is_gaussian_only for s in strategies):
+        if not known.is_gaussian and all(s.conditional.is_gaussian_only for s in strategies):
             raise no_closed_form(strategies[-1].conditional, likelihood)
-        if not is_log_concave(likelihood) and not all(s.conditional.is_strict for s in strategies):
+        if not known.is_log_concave and not all(s.conditional.is_strict for s in strategies):
             warnings.warn(
                 f"{type(likelihood).__name__} is not known to be log-concave, so the objective is an approximation to the "
                 "evidence, not a strict bound; conditional='scalar' is strict. A log-concave likelihood of your own "
@@ -116,7 +116,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             )
 
     def _log_likelihood_term(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        return self._data_terms(variational_dist_f, target, **kwargs).log_likelihood
+        return self.data_terms(variational_dist_f, target, **kwargs).log_likelihood
 
     def forward(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor | ELBOTerms:
         r"""
@@ -127,16 +127,17 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
         :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
-        log_likelihood, conditional = self._data_terms(variational_dist_f, target, **kwargs)
+        carrier, gp = carrier_of(variational_dist_f), gp_of(self.model)
+        log_likelihood, conditional = self._data_terms(carrier, variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch
         added_loss: Tensor | float = 0.0
-        for term in self.model.added_loss_terms():
+        for term in gp.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm):
                 added_loss = added_loss + term.loss()
         # The samples of a deep GP are no batch of models.
-        batch_shape = torch.Size() if isinstance(self.model, DeepGP) else log_likelihood.shape
-        divergence = wrapped_kl_divergence(self.model.variational_strategy, variational_dist_f)
+        batch_shape = torch.Size() if isinstance(gp, DeepGP) else log_likelihood.shape
+        divergence = wrapped_divergence(gp.variational_strategy, variational_dist_f, carrier)
         terms = ELBOTerms(
             log_likelihood=log_likelihood,
             kl_divergence=divergence * (self.beta / self.num_data),
@@ -149,12 +150,19 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         zero = torch.zeros_like(log_likelihood)
         return terms._replace(log_prior=zero + terms.log_prior, added_loss=zero + added_loss)
 
-    def _data_terms(self, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
-        """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points."""
-        carrier = carrier_of(self.likelihood, q)
-        if all(carrier.strategy is not module for module in self.model.modules()):
+    def data_terms(
+        self, q: MultivariateNormal, target: Tensor, *, by_curvature: bool = False, **kwargs: Any
+    ) -> DataTerms:
+        """Expected log likelihood and KL of the conditionals of all layers, each summed over the batch's points.
+
+        :param by_curvature: See :func:`~tighter_gp.mlls.data_terms`.
+        """
+        return self._data_terms(carrier_of(q), q, target, by_curvature=by_curvature, **kwargs)
+
+    def _data_terms(self, carrier: Carrier, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
+        num_batch, strategies = q.event_shape[0], _strategies_in(self.model)
+        if carrier.origin.strategy not in strategies:
             raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")
-        num_batch = q.event_shape[0]
         if num_batch > self.num_data:
             raise ValueError(
                 f"The batch has {num_batch} points but num_data={self.num_data}; num_data is the size of the whole "
@@ -163,50 +171,39 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         check_shape(self.likelihood, q, target)
         if not self._has_seen_targets:  # a first look, as fit has it of all data
             self._has_seen_targets = True
-            if host_values(target) is not None:
+            if target.device.type == "cpu":
                 check_targets(self.likelihood, target)
         mask = observed(self.likelihood, target, q.event_shape)
         terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
-        hidden = self._hidden_penalty(carrier, num_batch)
-        return terms._replace(conditional=terms.conditional + hidden) if isinstance(hidden, Tensor) else terms
+        hidden = [s for s in strategies if s is not carrier.origin.strategy and s.conditional.is_learned]
+        return terms._replace(conditional=sum(map(_hidden_penalty, hidden)) * num_batch + terms.conditional)
 
-    def _hidden_penalty(self, carrier: Carrier, num_batch: int) -> Tensor | float:
-        """Price of the scales in the other layers of a deep GP, which q(f) of the last one does not show."""
-        total: Tensor | float = 0.0
-        for strategy in self.model.modules():
-            if not isinstance(strategy, TighterStrategy) or strategy is carrier.strategy:
-                continue
-            conditional = strategy.conditional
-            if not conditional.is_learned:
-                continue
-            if not isinstance(conditional, ScalarConditional):
-                raise TypeError(
-                    f"{type(conditional).__name__} in a hidden layer gives no bound: the layers above are not "
-                    "log-concave. Use conditional='scalar' there, or 'optimal', which leaves hidden layers as in SVGP."
-                )
-            # One term per latent function and datum, also where the functions of a layer share one scale.
-            shape = strategy._variational_distribution.batch_shape
-            total = total + num_batch * scale_penalty(conditional.m).expand(shape).sum()
-        return total
+
+def _hidden_penalty(strategy: TighterStrategy) -> Tensor:
+    """Price per datum of the scale in another layer of a deep GP, which q(f) of the last one does not show."""
+    conditional = strategy.conditional
+    if not isinstance(conditional, ScalarConditional):
+        raise TypeError(
+            f"{type(conditional).__name__} in a hidden layer gives no bound: the layers above are not "
+            "log-concave. Use conditional='scalar' there, or 'optimal', which leaves hidden layers as in SVGP."
+        )
+    # One term per latent function and datum, also where the functions of a layer share one scale.
+    return scale_penalty(conditional.m).expand(strategy._variational_distribution.batch_shape).sum()
+
+
+def _strategies_in(model: torch.nn.Module) -> list[TighterStrategy]:
+    return [module for module in model.modules() if isinstance(module, TighterStrategy)]
 
 
 def _tighter_strategies(model: Any) -> list[TighterStrategy]:
     """The strategies of a model, or a clear error if they are not of this package."""
-    if not hasattr(model, "variational_strategy"):
-        inner = getattr(model, "model", None)
-        hint = ""
-        if hasattr(inner, "variational_strategy"):
-            hint = " Pass its .model instead."
-            if getattr(inner, "train_inputs", None) is not None:
-                hint += " Its data, transformed, are .model.train_inputs[0] and .model.train_targets."
-        raise TypeError(f"TighterELBO needs a model with a variational_strategy; got {type(model).__name__}.{hint}")
     strategy = model.variational_strategy
     # The decoupled strategy has a base too, but adds a term of its own to q(f).
     while hasattr(strategy, "base_variational_strategy") and not isinstance(
         strategy, OrthogonallyDecoupledVariationalStrategy
     ):
         strategy = strategy.base_variational_strategy
-    candidates = model.modules() if not isinstance(strategy, _VariationalStrategy) else [strategy]  # a deep GP
+    candidates = [strategy] if isinstance(strategy, _VariationalStrategy) else model.modules()  # else a deep GP
     found = [module for module in candidates if isinstance(module, TighterStrategy)]
     if not found:
         raise TypeError(

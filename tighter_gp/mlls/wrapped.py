@@ -11,7 +11,8 @@ from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVar
 from torch import Tensor
 
 from ..carrier import Carrier, replace_variance
-from ..likelihoods.properties import event_variance
+from ..likelihoods.expectations import event_variance
+from ..strategies.base import divergence
 
 
 def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
@@ -46,23 +47,26 @@ def pull_back(
 
 def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     """The dimensions of the carrier's batch that a wrapper consumed and that hold copies of one function."""
+    if q.lazy_covariance_matrix is carrier:
+        return ()
     # The wrappers move the dimension they consume to the end of the carrier's batch.
-    consumed = range(len(q.batch_shape), len(carrier.batch_shape))
-    return tuple(dim for dim in consumed if carrier.copied[dim])
+    return tuple(dim for dim in range(len(q.batch_shape), len(carrier.batch_shape)) if carrier.copied[dim])
 
 
-def together(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
+def sum_copies(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
     """Copies of one function are seen by the observations of all."""
     return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
 
 
-def wrapped_kl_divergence(strategy: Any, q: MultivariateNormal) -> Tensor:
-    """KL divergence of q(u), summed over the latent functions that make up one model."""
+def wrapped_divergence(strategy: Any, q: MultivariateNormal, carrier: Carrier) -> Tensor:
+    """KL divergence of the q(u) that made q(f), summed over the latent functions that make up one model."""
+    if not hasattr(strategy, "base_variational_strategy") and strategy is not carrier.origin.strategy:
+        return strategy.kl_divergence()  # a deep GP, or a sum of several
+    value = divergence(carrier.origin.q).to(q.mean.dtype)
     if isinstance(strategy, LMCVariationalStrategy):
-        return strategy.base_variational_strategy.kl_divergence().sum(strategy.latent_dim)
+        return value.sum(strategy.latent_dim)
     if not isinstance(strategy, IndependentMultitaskVariationalStrategy):
-        return strategy.kl_divergence()
+        return value
     # GPyTorch sums over the last dimension whatever task_dim is, and also where tasks are copies of one function.
-    divergence, dim = strategy.base_variational_strategy.kl_divergence(), strategy.task_dim
-    dim = dim if dim < 0 else dim - len(q.batch_shape) - 1
-    return divergence.sum(dim) if -divergence.dim() <= dim < 0 else divergence
+    dim = strategy.task_dim if strategy.task_dim < 0 else strategy.task_dim - len(q.batch_shape) - 1
+    return value.sum(dim) if -value.dim() <= dim < 0 else value

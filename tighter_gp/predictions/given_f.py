@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,57 +22,64 @@ from torch.distributions import (
 from ..maths.quadrature import incomplete_beta
 
 
-def conditional_cdf(conditional: Distribution) -> Callable[[Tensor], Tensor] | None:
-    """The distribution function of p(y|f), with those that torch lacks; None if there is none.
-
-    :param conditional: p(y|f).
-    """
-    if isinstance(conditional, Independent):
-        return conditional_cdf(conditional.base_dist)
-    if isinstance(conditional, Poisson):
-        rate = conditional.rate
-        return lambda y: torch.special.gammaincc((y + 1).expand(rate.shape), rate)
-    if isinstance(conditional, NegativeBinomial):
-        count, probs = conditional.total_count, conditional.probs
-        return lambda y: incomplete_beta(count, y + 1, 1 - probs)
-    if isinstance(conditional, Binomial):
-        total, probs = conditional.total_count, conditional.probs
-        return lambda y: torch.where(y < total, incomplete_beta((total - y).clamp_min(1), y + 1, 1 - probs), 1.0)
-    if isinstance(conditional, Geometric):
-        probs = conditional.probs
-        return lambda y: -torch.expm1((y + 1) * torch.log1p(-probs))
-    if isinstance(conditional, StudentT):
-        return lambda y: _student_t_cdf(conditional.df, (y - conditional.loc) / conditional.scale)
-    if isinstance(conditional, Beta):
-        a, b = conditional.concentration1, conditional.concentration0
-        return lambda y: incomplete_beta(a, b, y.clamp(0, 1))
-    if type(conditional).cdf is Distribution.cdf:
-        return None
-
-    def cdf(y: Tensor) -> Tensor:
-        inside, mean = support(conditional).check(y), conditional.mean
-        return torch.where(inside, conditional.cdf(torch.where(inside, y, mean)), (y > mean).to(mean))
-
-    return cdf
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Distributions do not look at their parameters: where a link over- or underflows, densities are zero or NaN."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
-def _student_t_cdf(df: Tensor, t: Tensor) -> Tensor:
-    tail = 0.5 * incomplete_beta(df / 2, torch.full_like(df, 0.5), df / (df + t.square()))
-    return torch.where(t > 0, 1 - tail, tail)
-
-
-def entries(conditional: Distribution) -> Distribution:
+def entries(conditional: Distribution) -> Any:
     """The distribution of each entry of y by itself."""
     return conditional.base_dist if isinstance(conditional, Independent) else conditional
 
 
-def support(conditional: Distribution) -> Any:
-    """The values that each entry of y can have."""
-    return entries(conditional).support
+def log_density(conditional: Distribution, y: Tensor) -> Tensor:
+    """Log density of y, minus infinity outside the support."""
+    with unchecked():
+        return torch.where(conditional.support.check(y), conditional.log_prob(y), -torch.inf)  # type: ignore[union-attr]
 
 
-def conditional_density(conditional: Distribution, y: Tensor) -> Tensor:
-    """Of each entry of y by itself; zero outside the support."""
+def density(conditional: Distribution, y: Tensor) -> Tensor:
+    """Density of each entry of y by itself."""
+    return log_density(entries(conditional), y).exp()
+
+
+def distribution_function(conditional: Distribution) -> Callable[[Tensor], Tensor] | None:
+    """The distribution function of each entry of y, with those that torch lacks; None if there is none."""
     base = entries(conditional)
-    inside = support(conditional).check(y)
-    return torch.where(inside, base.log_prob(torch.where(inside, y, base.mean)).exp(), 0.0)
+    if type(base) in _FUNCTIONS:
+        return lambda y: _FUNCTIONS[type(base)](base, y)
+    if type(base).cdf is Distribution.cdf:
+        return None
+
+    def cdf(y: Tensor) -> Tensor:
+        inside, mean = base.support.check(y), base.mean
+        return torch.where(inside, base.cdf(torch.where(inside, y, mean)), (y > mean).to(mean))
+
+    return cdf
+
+
+def _student_t(p: StudentT, y: Tensor) -> Tensor:
+    t = (y - p.loc) / p.scale
+    tail = 0.5 * incomplete_beta(p.df / 2, torch.full_like(p.df, 0.5), p.df / (p.df + t.square()))
+    return torch.where(t > 0, 1 - tail, tail)
+
+
+def _binomial(p: Binomial, y: Tensor) -> Tensor:
+    total = p.total_count
+    return torch.where(y < total, incomplete_beta((total - y).clamp_min(1), y + 1, 1 - p.probs), 1.0)
+
+
+_FUNCTIONS: dict[type, Callable[[Any, Tensor], Tensor]] = {
+    Beta: lambda p, y: incomplete_beta(p.concentration1, p.concentration0, y.clamp(0, 1)),
+    Binomial: _binomial,
+    Geometric: lambda p, y: -torch.expm1((y + 1) * torch.log1p(-p.probs)),
+    NegativeBinomial: lambda p, y: incomplete_beta(p.total_count, y + 1, 1 - p.probs),
+    Poisson: lambda p, y: torch.special.gammaincc((y + 1).expand(p.rate.shape), p.rate),
+    StudentT: _student_t,
+}

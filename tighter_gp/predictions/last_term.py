@@ -9,7 +9,7 @@ where :math:`D` is the residual covariance of the training points. Standard pred
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -19,178 +19,150 @@ from ..likelihoods.properties import gaussian_noise
 from ..maths.bounds import optimal_scale
 from ..maths.linalg import cholesky, solve_lower
 from ..posterior import Posterior, require_gaussian
-from ..prior import Projection, Projector
+from .points import Marginals
 
-LAST_TERMS = ("drop", "exact", "optimal", "subset", "diagonal")
+LAST_TERMS = ("exact", "optimal", "subset")
 
 # Eigenvalues of D below this fraction of the largest are taken as zero; r has nothing in their directions.
 _EIGENVALUE_CUT = 1e-12
 
 
-class TrainingPoints(NamedTuple):
-    """The training points as the last term needs them, in float64.
-
-    :param noise: None for a learned conditional.
-    :param observed: Which of all training points these are, ``N``; None if all.
-    """
-
-    x: Tensor
-    projection: Tensor
-    residual: Tensor
-    scale: Tensor
-    noise: Tensor | None
-    observed: Tensor | None = None
-
-
-def training_points(
-    posterior: Posterior, last_term: str, likelihood: Likelihood | None, train_x: Tensor | None, noise: Tensor | None
-) -> TrainingPoints:
-    """The training points of a model, its own or those passed; those without a target have nothing to say.
+class LastTerm:
+    r"""q(f) at a chunk of test points, with the last term, in float64.
 
     :param posterior: Of the model, in float64.
     :param last_term: Which one.
     :param likelihood: For the scales of ``conditional="optimal"``.
-    :param train_x: Training inputs; a collapsed model has them.
+    :param x: Training inputs; a collapsed model has them.
     :param noise: Noise variances of the training points, if the likelihood does not have them.
+    :param subset: For ``"subset"``: how many training points per test point, or the positions of those for all.
     """
-    variances: Tensor | None = None
-    seen: Tensor | None = None
-    if posterior.training is not None:
-        if posterior.training.bound not in ("titsias", "tighter") and last_term != "optimal":
-            raise ValueError(
-                f"The last term is known for one scale per point; this model has bound={posterior.training.bound!r}. Use "
-                "last_term='drop' or 'optimal'."
-            )
-        train_x, variances = posterior.training.x, posterior.training.noise
-        if posterior.training.observed is not None:
-            seen = _of_every_member(posterior.training.observed)
-            train_x, variances = train_x[..., seen, :], variances[..., seen]
-        points = posterior.projector(train_x)
-    else:
-        assert posterior.strategy is not None
-        conditional = posterior.strategy.conditional
-        if conditional.needs_blocks:
-            raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
-        if train_x is None:
-            raise ValueError("This last_term needs the training inputs: pass train_x=.")
-        points = posterior.projector(train_x)
-        if not conditional.is_learned:
-            if likelihood is None:
-                raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
-            require_gaussian(likelihood, "predict with conditional='optimal'")
-            kwargs = {} if noise is None else {"noise": noise}
-            variances = gaussian_noise(likelihood, points.mean.shape[:-1], points.mean.shape[-1:], **kwargs)
-    residual = points.residual
-    if variances is not None:
-        variances = variances.to(residual.dtype).expand_as(residual)
-        is_prior = posterior.training is not None and posterior.training.bound == "titsias"
-        scale = torch.ones_like(residual) if is_prior else optimal_scale(residual, variances.reciprocal())
-    else:
-        rows = torch.arange(train_x.size(-2), device=train_x.device)
-        scale = conditional.scale(residual, index=rows).to(residual.dtype)
-    return TrainingPoints(train_x, points.matrix, residual, scale, variances, seen)
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        last_term: str,
+        likelihood: Likelihood | None,
+        x: Any,
+        noise: Any,
+        subset: int | Tensor,
+    ) -> None:
+        self.name = last_term
+        strategy: Any = posterior.strategy
+        training: Any = posterior.training
+        if strategy is not None:
+            if x is None:
+                raise ValueError("This last_term needs the training inputs: pass train_x=.")
+            rows = torch.arange(x.size(-2), device=x.device)
+        else:
+            x, noise = training.x, training.noise
+            rows = _with_target(training.observed, x)
+        if isinstance(subset, Tensor) and last_term == "subset":
+            rows = subset[torch.isin(subset % x.size(-2), rows)] % x.size(-2)
+            self.name = "exact"
+        self.nearest = min(subset, len(rows)) if isinstance(subset, int) else 0
+        self.posterior = posterior = posterior.factorized(x)
+        points = posterior.prior(x[..., rows, :])
+        self.x, self.matrix, self.residual = x[..., rows, :], points.matrix, points.residual
+        if strategy is not None:
+            noise, self.scale = _scales(strategy, likelihood, noise, rows, self.residual, x.size(-2))
+        else:
+            noise = noise[..., rows].to(self.residual)
+            self.scale = _collapsed_scale(training.bound, last_term, self.residual, noise)
+        if noise is None and last_term == "optimal":
+            raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
+        self.stddev = torch.ones_like(self.residual) if noise is None else noise.expand_as(self.residual).sqrt()
+        if self.name == "subset":
+            return
+        covariance = posterior.prior.residual_covariance(self.x, self.x, self.matrix, self.matrix)  # D: [..., N, N]
+        if self.name == "optimal":
+            self.factor = cholesky(covariance + torch.diag_embed(self.stddev.square()), name="D + noise")
+        else:
+            self.root = _inverse_root(covariance, self.stddev)
+
+    def __call__(self, x: Tensor) -> Marginals:
+        """q(f) at test points ``B x D``."""
+        points = self.posterior.prior(x)
+        cross = self.posterior.prior.residual_covariance(self.x, x, self.matrix, points.matrix)  # r: [..., N, B]
+        if self.name == "optimal":
+            reduction = solve_lower(self.factor, cross).square().sum(-2)
+        elif self.name == "subset":
+            reduction = self._of_nearest(cross)
+        else:
+            reduction = _quadratic(self.root, cross, self.scale, self.stddev)
+        mean, variance = self.posterior.moments(points)
+        return Marginals(mean, variance - torch.minimum(reduction, points.residual))
+
+    def _of_nearest(self, cross: Tensor) -> Tensor:
+        """The exact term of the training points most correlated with each test point, given the inducing variables."""
+        correlation = cross.square() / self.residual.clamp_min(1e-300).unsqueeze(-1)
+        nearest = correlation.topk(self.nearest, dim=-2).indices  # [..., b, B]
+        nearest = nearest.movedim(-1, 0)  # [B, ..., b]: test points first, so that kernel batches still broadcast
+        batch = nearest.shape[:-1]
+
+        def gather(values: Tensor) -> Tensor:
+            return values.expand(*batch, values.size(-1)).gather(-1, nearest)
+
+        x = self.x.expand(*batch, *self.x.shape[-2:])
+        x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))  # [B, ..., b, D]
+        matrix = self.matrix.expand(*batch, *self.matrix.shape[-2:])
+        matrix = matrix.gather(
+            -1, nearest.unsqueeze(-2).expand(*batch, matrix.size(-2), self.nearest)
+        )  # [B, ..., M, b]
+        stddev = gather(self.stddev)
+        root = _inverse_root(self.posterior.prior.residual_covariance(x, x, matrix, matrix), stddev)
+        own = gather(cross.movedim(-1, 0)).unsqueeze(-1)  # [B, ..., b, 1]
+        return _quadratic(root, own, gather(self.scale), stddev).squeeze(-1).movedim(0, -1)
 
 
-def _of_every_member(observed: Tensor) -> Tensor:
-    """Which targets there are, ``N``, in every model of a batch."""
-    first = observed.reshape(-1, observed.size(-1))[0]
-    if not torch.equal(observed, first.expand_as(observed)):
+def _with_target(observed: Tensor | None, x: Tensor) -> Tensor:
+    """Positions of the training points that have a target, in every model of a batch."""
+    if observed is None:
+        return torch.arange(x.size(-2), device=x.device)
+    seen = observed.reshape(-1, observed.size(-1))
+    if not torch.equal(seen, seen[:1].expand_as(seen)):
         raise ValueError(
             "The last term needs targets for the same rows in every model of the batch. Use last_term='drop', or one model "
             "at a time."
         )
-    return first
+    return seen[0].nonzero().squeeze(-1)
 
 
-class LastTerm:
-    r"""Computes :math:`r^\top V r` for a chunk of test points.
-
-    :param projector: Of the model, in float64.
-    :param training: The training points.
-    :param last_term: Which one, other than ``"drop"``.
-    :param subset: For ``"subset"``: how many training points per test point, or the positions of those for all.
-    """
-
-    def __init__(self, projector: Projector, training: TrainingPoints, last_term: str, subset: int | Tensor) -> None:
-        self.projector = projector
-        self.local = 0
-        if last_term == "subset":
-            num_data = training.x.size(-2)
-            if isinstance(subset, int):
-                if subset < 1:
-                    raise ValueError(f"subset must be at least 1; got {subset}.")
-                self.local = min(subset, num_data)
-            else:
-                if training.observed is not None:  # positions among all, as positions among those with a target
-                    subset = torch.arange(len(training.observed), device=training.x.device)[subset]
-                    subset = (training.observed.cumsum(0) - 1)[subset[training.observed[subset]]]
-                training = TrainingPoints(
-                    training.x[..., subset, :],
-                    training.projection[..., subset],
-                    training.residual[..., subset],
-                    training.scale[..., subset],
-                    None if training.noise is None else training.noise[..., subset],
-                )
-                last_term = "exact"
-        self.training, self.last_term = training, last_term
-        if self.last_term in ("exact", "optimal"):
-            covariance = self.projector.residual_covariance(
-                training.x, training.x, training.projection, training.projection
-            )
-            if self.last_term == "exact":
-                self.root = _inverse_root(covariance, training.noise)
-            else:
-                if training.noise is None:
-                    raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
-                self.factor = cholesky(covariance + torch.diag_embed(training.noise), name="D + noise")
-
-    def __call__(self, x: Tensor, points: Projection) -> Tensor:
-        """The term at test points ``B x D``, given their projection."""
-        training = self.training
-        cross = self.projector.residual_covariance(training.x, x, training.projection, points.matrix)
-        if self.last_term == "optimal":
-            return solve_lower(self.factor, cross).square().sum(-2)
-        if self.last_term == "diagonal":
-            weight = (1 - training.scale) / training.residual.clamp_min(torch.finfo(torch.float64).tiny)
-            return (weight.unsqueeze(-1) * cross.square()).sum(-2)
-        if self.last_term == "subset":
-            return self._local(cross)
-        return _quadratic(self.root, cross, training.scale, training.noise)
-
-    def _local(self, cross: Tensor) -> Tensor:
-        """The exact term of the training points most correlated with each test point, given the inducing variables."""
-        training = self.training
-        correlation = cross.square() / training.residual.clamp_min(1e-300).unsqueeze(-1)
-        nearest = correlation.topk(self.local, dim=-2).indices  # ... x b x B
-        nearest = nearest.movedim(-1, 0)  # B x ... x b: test points first, so that kernel batches still broadcast
-
-        def gather(values: Tensor) -> Tensor:
-            return values.expand(*nearest.shape[:-1], values.size(-1)).gather(-1, nearest)
-
-        batch = nearest.shape[:-1]
-        x = training.x.expand(*batch, *training.x.shape[-2:])
-        x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))
-        projection = training.projection.expand(*batch, *training.projection.shape[-2:])
-        projection = projection.gather(-1, nearest.unsqueeze(-2).expand(*batch, projection.size(-2), self.local))
-        covariance = self.projector.residual_covariance(x, x, projection, projection)
-        noise = None if training.noise is None else gather(training.noise)
-        own = gather(cross.movedim(-1, 0)).unsqueeze(-1)
-        reduction = _quadratic(_inverse_root(covariance, noise), own, gather(training.scale), noise)
-        return reduction.squeeze(-1).movedim(0, -1)
+def _collapsed_scale(bound: str, last_term: str, residual: Tensor, noise: Tensor) -> Tensor:
+    """The scales :math:`m_n` of a collapsed model."""
+    if bound not in ("titsias", "tighter") and last_term != "optimal":
+        raise ValueError(
+            f"The last term is known for one scale per point; this model has bound={bound!r}. Use 'drop' or 'optimal'."
+        )
+    return torch.ones_like(residual) if bound == "titsias" else optimal_scale(residual, noise.reciprocal())
 
 
-def _inverse_root(covariance: Tensor, noise: Tensor | None) -> Tensor:
+def _scales(
+    strategy: Any, likelihood: Likelihood | None, noise: Tensor | None, rows: Tensor, residual: Tensor, num_data: int
+) -> tuple[Tensor | None, Tensor]:
+    """Noise variances of the training points, or None, and the scales :math:`m_n` of a strategy."""
+    conditional = strategy.conditional
+    if conditional.is_gaussian_only:
+        raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
+    if conditional.is_learned:
+        return None, conditional.scale(residual, index=rows).to(residual)
+    if likelihood is None:
+        raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
+    require_gaussian(likelihood, "predict with conditional='optimal'")
+    given = {} if noise is None else {"noise": noise}
+    batch, shape = residual.shape[:-1], torch.Size([num_data])
+    noise = gaussian_noise(likelihood, batch, shape, **given).to(residual).expand(*batch, num_data)[..., rows]
+    return noise, optimal_scale(residual, noise.reciprocal())
+
+
+def _inverse_root(covariance: Tensor, stddev: Tensor) -> Tensor:
     r"""Symmetric :math:`\tilde D^{-1/2}` on the range of :math:`\tilde D = \Sigma^{-1/2} D \Sigma^{-1/2}`."""
-    if noise is not None:
-        stddev = noise.sqrt()
-        covariance = covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = torch.linalg.eigh(covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2)))
     keep = values > _EIGENVALUE_CUT * values[..., -1:].clamp_min(0.0)
-    inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), torch.zeros_like(values))
+    inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
     return (vectors * inverse.unsqueeze(-2)) @ vectors.mT
 
 
-def _quadratic(root: Tensor, cross: Tensor, scale: Tensor, noise: Tensor | None) -> Tensor:
-    if noise is not None:
-        cross = cross / noise.sqrt().unsqueeze(-1)
-    return ((1 - scale).unsqueeze(-1) * (root @ cross).square()).sum(-2)
+def _quadratic(root: Tensor, cross: Tensor, scale: Tensor, stddev: Tensor) -> Tensor:
+    """:math:`r^\\top V r` for each column r of ``cross``."""
+    return ((1 - scale).unsqueeze(-1) * (root @ (cross / stddev.unsqueeze(-1))).square()).sum(-2)

@@ -1,6 +1,5 @@
-"""The projection room: the one place that turns a prior and inputs into (prior mean, A, d)."""
+"""From a prior and inputs to (prior mean, A, d): kernels, projection, precision."""
 
-from .precision import wide_precision
-from .projector import PriorBlocks, Projection, Projector
+from .projection import Factor, Prior, Projection
 
-__all__ = ["PriorBlocks", "Projection", "Projector", "wide_precision"]
+__all__ = ["Factor", "Prior", "Projection"]

@@ -11,8 +11,10 @@ import warnings
 from typing import Any
 
 import torch
+from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy
 from gpytorch.settings import skip_posterior_variances
+from gpytorch.variational import CholeskyVariationalDistribution
 from gpytorch.variational._variational_strategy import _BaseExactGP
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import CholLinearOperator, TriangularLinearOperator
@@ -93,15 +95,24 @@ class FantasyGP(_BaseExactGP):
 
 
 @torch.no_grad()
-def make_fantasy_gp(
-    strategy: Any, mean_module: Any, covar_module: Any, likelihood: Any, *, is_same_prior: bool
-) -> FantasyGP:
+def fantasy_gp(strategy: Any, mean_module: Any, covar_module: Any) -> FantasyGP:
     """The exact GP with the q(f) of a strategy, ready for new observations.
 
-    :param is_same_prior: Whether mean and kernel have to be those of the model; otherwise q(u) is told to another prior.
+    :param mean_module: Default the model's ``mean_module``, and likewise ``covar_module``; with others q(u) is told to another
+        prior.
     """
+    _check(strategy)
+    is_same_prior = mean_module is None and covar_module is None
+    model, likelihood = strategy.model, copy.deepcopy(strategy.model.likelihood)
+    modules = {"mean_module": mean_module, "covar_module": covar_module}
+    for name, given in modules.items():
+        modules[name] = copy.deepcopy(getattr(model, name, None) if given is None else given)
+        if modules[name] is None:
+            raise ModuleNotFoundError(f"A fantasy model needs the model's {name}: pass {name}=, or name it so.")
+    mean_module, covar_module = modules.values()
     points, q = strategy.all_points().detach(), strategy.whitened()
-    prior, chol = strategy.projector(torch.float64).factorized(points)
+    inducing, chol, *_ = strategy.prior(torch.float64).factorized(points).factor
+    prior_mean = model.forward(points).mean
     values, vectors = torch.linalg.eigh((q.root @ q.root.mT).to(chol.dtype))
     told = 1 - values
     if bool((told < -1e-3).any()):
@@ -113,23 +124,32 @@ def make_fantasy_gp(
         )
     told = told.clamp_min(_LEAST * torch.finfo(points.dtype).eps)
     root = chol @ vectors
-    known = (root / told.unsqueeze(-2)) @ root.mT
+    known = (root / told.unsqueeze(-2)) @ root.mT  # C = L (I - S)^-1 L'
     shift = (root @ ((vectors.mT @ q.mean.to(chol.dtype).unsqueeze(-1)) / told.unsqueeze(-1))).squeeze(-1)
     points = points.expand(*known.shape[:-2], *points.shape[-2:])
-    mean_module, covar_module, likelihood = map(copy.deepcopy, (mean_module, covar_module, likelihood))
     mean, covar = mean_module(points), to_dense(covar_module(points))
-    scale = float(prior.data_variance.amax())
-    is_same = _close(mean, prior.mean, scale**0.5) and _close(covar, prior.inducing_covar, scale)
+    scale = float(inducing.diagonal(dim1=-1, dim2=-2).amax())
+    is_same = _close(mean, prior_mean, scale**0.5) and _close(covar, inducing, scale)
     if is_same_prior and not is_same:
         raise NotImplementedError(
             "Fantasies need a forward that returns MultivariateNormal(mean_module(x), covar_module(x)), with nothing done to x "
             "before."
         )
     if not is_same:
-        known = known + (covar - prior.inducing_covar)
+        known = known + (covar - inducing)
     gp = FantasyGP(points, mean + shift.to(mean.dtype), known.to(mean.dtype), mean_module, covar_module, likelihood)
     gp.eval()(points[..., :1, :])  # makes what new observations are added to
     return gp
+
+
+def _check(strategy: Any) -> None:
+    """Raise unless q(u) and the likelihood are Gaussian."""
+    if not all(isinstance(q, CholeskyVariationalDistribution) for q in strategy.distributions):
+        raise NotImplementedError("Fantasy models need a q(u) that is a CholeskyVariationalDistribution.")
+    likelihood = getattr(strategy.model, "likelihood", None)
+    if not isinstance(likelihood, GaussianLikelihood):
+        got = "none" if likelihood is None else type(likelihood).__name__
+        raise NotImplementedError(f"Fantasy models need a GaussianLikelihood as model.likelihood; got {got}.")
 
 
 def _close(found: Tensor, wanted: Tensor, scale: float) -> bool:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from gpytorch.distributions import Delta, Distribution, MultivariateNormal
-from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
-from linear_operator import LinearOperator
+from gpytorch.variational import _VariationalDistribution
 from linear_operator.operators import DiagLinearOperator, RootLinearOperator
-from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
-from torch.distributions.kl import kl_divergence, register_kl
 
 from ..conditionals import Conditional
 from ..maths.moments import Whitened
-from ..maths.solve_gp import join_whitened, orthogonal_cholesky
-from ..modes import spans
+from ..maths.solve_gp import join_whitened
 from .base import TighterStrategy
-from .distributions import to_whitened
 
 
 class SolveGPVariationalStrategy(TighterStrategy):
@@ -88,8 +82,12 @@ class SolveGPVariationalStrategy(TighterStrategy):
         inducing_points, orthogonal_points = (
             points.unsqueeze(-1) if points.dim() == 1 else points for points in (inducing_points, orthogonal_points)
         )
-        _check_points(inducing_points, orthogonal_points)
-        _check_distributions(inducing_points, orthogonal_points, variational_distribution, orthogonal_distribution)
+        pairs = (variational_distribution, inducing_points), (orthogonal_distribution, orthogonal_points)
+        if variational_distribution is orthogonal_distribution or any(
+            q.num_inducing_points != points.size(-2) for q, points in pairs
+        ):
+            sizes = " and ".join(str(points.size(-2)) for _, points in pairs)
+            raise ValueError(f"q(u) and q(v) need a variational distribution each, over {sizes} variables.")
         super().__init__(
             model,
             inducing_points,
@@ -104,128 +102,24 @@ class SolveGPVariationalStrategy(TighterStrategy):
             self.register_buffer("orthogonal_points", orthogonal_points.clone())
         self._orthogonal_distribution = orthogonal_distribution
 
-    # -- the two distributions and their joint --------------------------------------------------------------------------
-
     @property
     def distributions(self) -> tuple[_VariationalDistribution, _VariationalDistribution]:
         """q(u) and q(v)."""
         return self._variational_distribution, self._orthogonal_distribution
 
-    @staticmethod
-    def joined(*parts: Whitened) -> Whitened:
-        return join_whitened(*parts)
+    def whitened(self) -> Whitened:
+        """The joint whitened q(u) q(v) as one Gaussian."""
+        return join_whitened(*self.q())
 
     @property
     def variational_distribution(self) -> Distribution:
-        """The joint whitened q(u) q(v), whose KL from ``prior_distribution`` is the sum of theirs."""
-        return _join(self._cached_q(0), self._cached_q(1))
-
-    # -- both sets of points ---------------------------------------------------------------------------------------------
+        """The joint whitened q(u) q(v)."""
+        q = self.whitened()
+        if q.root is None and q.stddev is None:
+            return Delta(q.mean)
+        covar = RootLinearOperator(q.root) if q.stddev is None else DiagLinearOperator(q.stddev.square())
+        return MultivariateNormal(q.mean, covar)
 
     def all_points(self) -> Tensor:
         """Inducing points, then orthogonal points."""
         return torch.cat([self.inducing_points, self.orthogonal_points], dim=-2)
-
-    def factorize(self, matrix: Tensor, factorize: Callable[..., Tensor]) -> Tensor:
-        try:
-            return orthogonal_cholesky(matrix, self.inducing_points.size(-2), factorize)
-        except NotPSDError as error:
-            raise NotPSDError(f"{error} {self._describe_closest(matrix)}") from error
-
-    def _describe_closest(self, covar: Tensor) -> str:
-        """Name the two points that are most correlated under the prior."""
-        num_inducing, num_points = self.inducing_points.size(-2), covar.size(-1)
-        stddev = covar.diagonal(dim1=-1, dim2=-2).sqrt()
-        correlation = (covar / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))).abs().nan_to_num(0.0).tril(-1)
-        highest, pair = correlation.reshape(-1, num_points * num_points).amax(0).max(-1)
-        names = [
-            f"inducing point {index}" if index < num_inducing else f"orthogonal point {index - num_inducing}"
-            for index in reversed(divmod(int(pair), num_points))
-        ]
-        return f"Most alike are {names[0]} and {names[1]}, with prior correlation {highest.item():.9g}."
-
-    # -- pseudo-data, for fantasies ---------------------------------------------------------------------------------------
-
-    def _joined(self) -> VariationalStrategy:
-        """GPyTorch's strategy on both sets of points with the same q(f)."""
-        points, q = self.all_points(), self.whitened()
-        joint = CholeskyVariationalDistribution(points.size(-2), self._variational_distribution.batch_shape).to(points)
-        joint.variational_mean.data.copy_(q.mean)
-        joint.chol_variational_covar.data.copy_(q.root)
-        strategy = VariationalStrategy(self.model, points, joint, False, self._jitter_val)
-        strategy.variational_params_initialized.fill_(1)
-        return strategy
-
-    @property
-    def pseudo_points(self) -> tuple[Tensor, Tensor]:
-        """Pseudo-data at both sets of points."""
-        self._check_pseudo_points(AttributeError)
-        return self._joined().pseudo_points
-
-
-class _JointNormal(MultivariateNormal):
-    """Independent blocks as one Gaussian; some of them may be point masses."""
-
-    def __init__(
-        self,
-        mean: Tensor,
-        covariance_matrix: LinearOperator | Tensor,
-        validate_args: bool = False,
-        *,
-        parts: tuple[Distribution, ...] = (),
-    ) -> None:
-        super().__init__(mean, covariance_matrix, validate_args)
-        self.parts = parts
-
-
-@register_kl(_JointNormal, MultivariateNormal)
-def _kl_joint(p: _JointNormal, q: MultivariateNormal) -> Tensor:
-    """Sum over the blocks of p where q is independent, each by the rule of its own kind."""
-    variance = q.lazy_covariance_matrix
-    if not p.parts or not isinstance(variance, DiagLinearOperator):
-        return kl_divergence(MultivariateNormal(p.mean, p.lazy_covariance_matrix), q)
-    total = p.mean.new_zeros(())
-    for part, rows in zip(p.parts, spans(part.mean.size(-1) for part in p.parts), strict=True):
-        diagonal = variance.diagonal(dim1=-1, dim2=-2)[..., rows]
-        total = total + kl_divergence(part, MultivariateNormal(q.mean[..., rows], DiagLinearOperator(diagonal)))
-    return total
-
-
-def _join(q_u: Distribution, q_v: Distribution) -> Distribution:
-    joint = join_whitened(to_whitened(q_u), to_whitened(q_v))
-    if joint.root is None and joint.stddev is None:
-        return Delta(joint.mean)
-    covar = RootLinearOperator(joint.root) if joint.stddev is None else DiagLinearOperator(joint.stddev.square())
-    return _JointNormal(joint.mean, covar, parts=(q_u, q_v))
-
-
-def _check_points(inducing_points: Tensor, orthogonal_points: Tensor) -> None:
-    for what in ("dtype", "device"):
-        first, second = getattr(inducing_points, what), getattr(orthogonal_points, what)
-        if first != second:
-            raise TypeError(f"Orthogonal points must have the {what} of the inducing points, {first}; got {second}.")
-    first_shape, second_shape = (
-        points.shape[:-2] + points.shape[-1:] for points in (inducing_points, orthogonal_points)
-    )
-    if first_shape != second_shape:
-        raise ValueError(
-            "Inducing and orthogonal points must differ in their number only, ... x M_u x D and ... x M_v x D; "
-            f"got {tuple(inducing_points.shape)} and {tuple(orthogonal_points.shape)}."
-        )
-
-
-def _check_distributions(
-    inducing_points: Tensor, orthogonal_points: Tensor, q_u: _VariationalDistribution, q_v: _VariationalDistribution
-) -> None:
-    if q_u is q_v:
-        raise ValueError("q(u) and q(v) need a variational distribution each; got the same object twice.")
-    for name, points, q in (("variational", inducing_points, q_u), ("orthogonal", orthogonal_points, q_v)):
-        if q.num_inducing_points != points.size(-2):
-            raise ValueError(
-                f"{name}_distribution is over {q.num_inducing_points} variables for {points.size(-2)} points; "
-                f"build it with num_inducing_points={points.size(-2)}."
-            )
-    if q_u.batch_shape != q_v.batch_shape:
-        raise ValueError(
-            f"q(u) and q(v) must have one batch shape; got {tuple(q_u.batch_shape)} and {tuple(q_v.batch_shape)}."
-        )

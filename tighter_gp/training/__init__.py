@@ -4,8 +4,7 @@ from . import distributed
 from .fitting import fit
 from .history import History, Step
 from .initialization import initialize
-from .natural import NaturalGradients
-from .natural_optimizer import NaturalGradient
+from .recipe import Recipe
 from .validation import mean_nlpd
 
-__all__ = ["History", "NaturalGradient", "NaturalGradients", "Step", "distributed", "fit", "initialize", "mean_nlpd"]
+__all__ = ["History", "Recipe", "Step", "distributed", "fit", "initialize", "mean_nlpd"]

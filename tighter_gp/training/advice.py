@@ -1,4 +1,4 @@
-"""What a run tells its user, a line of the log each: data that are not scaled, and a model that learnt nothing."""
+"""What a run says in the log: that data are not scaled, or that a model learnt nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..checks import NUMERICAL_ERRORS
 from ..posterior import has_own_call
 from ..strategies import TighterStrategy
 from . import distributed
-from .batches import ArrayBatches, Batch, BatchSource
+from .batches import ArrayBatches, Batch
 from .history import History
-from .problem import Problem
+from .problem import Problem, gp_of
 
 log = logging.getLogger("tighter_gp")
 
@@ -30,8 +30,8 @@ _SPREAD, _FAR = 10.0, 100.0
 _CONSTANT, _DOZENS, _FEW = 0.03, 50, 20
 
 
-def say_how_targets_spread(likelihood: Any, source: BatchSource) -> None:
-    """Say if the step sizes of training do not suit the targets, by a look at some of them."""
+def say_how_targets_spread(likelihood: Any, source: Any) -> None:
+    """Say if the targets are far from unit variance, by a sample of them."""
     is_scaled = isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood))
     if not is_scaled or not isinstance(source, ArrayBatches):
         return
@@ -51,12 +51,12 @@ def say_how_targets_spread(likelihood: Any, source: BatchSource) -> None:
 
 
 @torch.no_grad()
-def say_how_inputs_spread(model: Any, source: BatchSource) -> None:
-    """Say if the kernel sees the inputs all far apart, or all as one, by a look at some of them."""
+def say_how_inputs_spread(model: Any, source: Any) -> None:
+    """Say if the inputs are far from unit variance, or from the lengthscales, by a sample of them."""
     kernel = getattr(model, "covar_module", None)
     if not isinstance(source, ArrayBatches) or source.x is None or len(source.x.shape) != 2:
         return
-    if not isinstance(kernel, Kernel) or has_own_call(model):
+    if not isinstance(kernel, Kernel) or has_own_call(model) or gp_of(model) is not model:
         return
     spread = source.x.sample().std(0, correction=0)  # D
     if not 0 < spread.max() < torch.inf:
@@ -81,14 +81,14 @@ def say_how_inputs_spread(model: Any, source: BatchSource) -> None:
 @torch.no_grad()
 def say_if_only_the_mean_was_learnt(problem: Problem, batch: Batch | None, history: History) -> None:
     """Say if q(f) hardly varies over the rows of the last batch, beside targets that do."""
-    strategy = getattr(problem.model, "variational_strategy", None)
+    strategy = getattr(problem.gp, "variational_strategy", None)
     strategy = getattr(strategy, "base_variational_strategy", strategy)
     if not isinstance(strategy, TighterStrategy) or distributed.rank() != 0 or len(history.loss) < _DOZENS:
         return
     if batch is None or batch.x is None or batch.x.size(-2) < _FEW:
         return
     try:
-        q = problem.model(batch.x, **problem.positions(batch))
+        q = problem.q(batch)
     except NUMERICAL_ERRORS:
         return
     rows = -len(q.event_shape)
@@ -105,7 +105,7 @@ def say_if_only_the_mean_was_learnt(problem: Problem, batch: Batch | None, histo
 
 
 def _deviation(y: Tensor, rows: int) -> Tensor:
-    """Standard deviation of the targets that are there; infinite for constant ones is zero, which nothing is below."""
+    """Standard deviation of the targets that are not missing."""
     seen = torch.isfinite(y)
     count = seen.sum(rows, keepdim=True).clamp_min(1)
     values = torch.where(seen, y, 0.0)

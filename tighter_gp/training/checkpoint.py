@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,22 @@ import torch
 
 from ..checks import first_line
 from . import distributed
-from .structure import differences
 
 log = logging.getLogger("tighter_gp")
 
-FORMAT = 1
+FORMAT = 2
 
-# What a checkpoint of a run holds, and has held from the start.
-_PARTS = ("config", "finished", "total", "model", "likelihood", "optimizer", "history", "failures", "best", "callbacks")
+# What a checkpoint of a run holds.
+_PARTS = ("config", "finished", "total", "model", "likelihood", "objective", "step", "history", "best", "callbacks")
+
+PathLike = str | os.PathLike[str]
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def save(path: PathLike, state: dict[str, Any]) -> None:
     """Write a state so that at any moment the path holds the old file or the new one, never a part.
 
-    The bytes go to a file of their own beside it, are read back, reach the disk, and take the name in one step. Only the first
-    of several processes writes. Where that fails, as on a full disk, the log says so, and the old file stays.
+    The bytes are read back, written to a file of their own beside it, reach the disk, and take the name in one step. Where
+    that fails, as on a full disk, the log says so and the old file stays. Only the first of several processes writes.
     """
     if distributed.rank() != 0:
         return
@@ -67,11 +69,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
 
 
-def check_path(path: str | os.PathLike[str], device: torch.device) -> None:
-    """Raise, in every process, unless the first one can write a checkpoint here.
-
-    :param device: Where processes exchange messages.
-    """
+def check_path(path: PathLike, device: torch.device) -> None:
+    """Raise, in every process, unless the first one can write a checkpoint here."""
     reason = distributed.share_bytes(_obstacle(Path(path)) if distributed.rank() == 0 else None, device)
     if reason is not None:
         raise ValueError(f"No checkpoint can be written to {path} ({reason.decode()}); use another path.")
@@ -91,46 +90,50 @@ def _obstacle(path: Path) -> bytes | None:
     return None
 
 
-def load(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any] | None:
-    """Read a state, or None if there is none. The first of several processes reads for all.
+def load(path: PathLike, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read a state, or None if there is none. The first of several processes reads for all. Tensors stay on the CPU.
 
-    Tensors stay on the CPU: modules and optimizers put theirs where they belong, and Adam's step counters belong there.
-
-    :param device: Where processes exchange messages.
-    :raises ValueError: If the file is no checkpoint.
+    :param config: What tells this run from others.
+    :raises ValueError: If the file is no checkpoint, or one of another run.
     """
     path = Path(path)
-    data = path.read_bytes() if distributed.rank() == 0 and path.exists() else None
-    data = distributed.share_bytes(data, device)
+    data = distributed.share_bytes(path.read_bytes() if distributed.rank() == 0 and path.exists() else None, device)
     if data is None:
         return None
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a broken file
-        reason = str(error).partition("\n")[0] or "no data"
-        raise ValueError(
-            f"{path} is not a readable checkpoint ({type(error).__name__}: {reason}). Delete it to start anew."
-        ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"{path} is not a checkpoint of this version: expected format {FORMAT}, got {found}.")
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no data'}"
+        raise ValueError(f"{path} is not a readable checkpoint ({reason}). Delete it to start anew.") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT or any(part not in state for part in _PARTS):
+        raise ValueError(f"{path} is not a checkpoint of this version of fit. Delete it or use another path.")
+    different = list(_differences(state["config"], config))
+    if different:
+        raise ValueError(f"{path} belongs to another run: {'; '.join(different)}. Delete it or use another path.")
     return state
 
 
-def check_state(path: str | os.PathLike[str], state: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raise unless a state is of the run that is to continue.
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in now.items():
+        if then.get(name) != value and isinstance(value, list):
+            changed = [entry for entry in value if entry not in then[name]] or sorted({*then[name]} - {*value})
+            yield f"{name} differ, such as {'; '.join(map(str, changed[:2]))}"
+        elif then.get(name) != value:
+            yield f"{name} was {then.get(name)} and is {value}"
 
-    :param state: What was read.
-    :param config: What tells this run from another.
-    """
-    missing = [name for name in _PARTS if name not in state]
-    if missing:
-        raise ValueError(
-            f"{path} is not a checkpoint of fit: it has no {', '.join(missing)}. Delete it or use another path."
-        )
-    different = differences(state["config"], config)
-    if different:
-        raise ValueError(f"{path} belongs to another run: {'; '.join(different)}. Delete it or use another path.")
+
+def describe(modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Classes of all modules with their numbers, such as ``kernel.nu``, to tell one model from another."""
+    found, seen = [], set()
+    for prefix, module in modules.items():
+        for path, child in module.named_modules(prefix=prefix):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            kinds = (bool, int, float, str)
+            own = {n: v for n, v in vars(child).items() if isinstance(v, kinds) and n != "training" and n[0] != "_"}
+            found.append(f"{path}: {type(child).__name__} {own or ''}".strip())
+    return found
 
 
 def _sync_directory(directory: Path) -> None:

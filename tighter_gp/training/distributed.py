@@ -1,8 +1,7 @@
 """Several processes, one model: what :func:`tighter_gp.fit` asks of :mod:`torch.distributed`.
 
-Each process takes its part of every batch. The parts' losses are means over their own points plus the same KL
-divergence, so weighting each with its share of the batch and summing the gradients gives the gradient of the joined
-batch, with the KL divergence counted once, whatever the sizes of the parts.
+Each process takes its part of every batch. A part's loss is a mean over its points plus the KL divergence. So losses and
+gradients, each times its part's share of the batch, sum to those of the whole batch.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from linear_operator.utils.errors import NanError
 from torch import Tensor
 
 __all__ = ["agreed", "barrier", "group", "is_active", "local_device", "rank", "start", "stop", "world_size"]
@@ -142,7 +142,7 @@ def barrier() -> None:
     """Wait for all processes.
 
     Example:
-        >>> tighter_gp.training.distributed.barrier()  # one process waits for nobody
+        >>> tighter_gp.training.distributed.barrier()  # a single process does not wait
     """
     if is_active():
         dist.barrier()
@@ -205,30 +205,12 @@ def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
 
 
 @torch.no_grad()
-def sum_tensors(tensors: Sequence[Tensor]) -> None:
-    """Sum tensors over the processes, in place."""
-    for tensor, total in zip(tensors, _summed(tensors), strict=True):
-        tensor.copy_(total)
-
-
-def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over the processes: one message per dtype, in the same order everywhere, since messages have no names."""
-    sums = list(tensors)
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[place].reshape(-1) for place in places])
-        dist.all_reduce(flat)
-        for place, part in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
-            sums[place] = part.reshape(tensors[place].shape)
-    return sums
-
-
 def weighted_sum(value: Tensor, weight: float) -> Tensor:
     """The sum over the processes of each one's value times its weight."""
     if not is_active():
         return value
     total = (value * weight).contiguous()
-    sum_tensors([total])
+    dist.all_reduce(total)
     return total
 
 
@@ -237,70 +219,54 @@ def share_state(modules: Iterable[torch.nn.Module]) -> None:
     """Give every process the first one's parameters and buffers."""
     if not is_active():
         return
-    seen: set[int] = set()
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                data = tensor.data.contiguous()
-                dist.broadcast(data, 0)
-                tensor.data.copy_(data)
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    for tensor in tensors.values():
+        data = tensor.data.contiguous()
+        dist.broadcast(data, 0)
+        tensor.data.copy_(data)
 
 
-@torch.no_grad()
-def sum_gradients(parameters: Sequence[Tensor], loss: Tensor | None) -> tuple[Tensor | None, int]:
-    """Sum weighted losses and their gradients over the processes, sparse gradients included.
+class StepSums:
+    """Sums over the processes within one step, each in one flat message that also says how many processes failed.
 
-    :param parameters: The same parameters in the same order in every process.
-    :param loss: This process's weighted loss, or None if its step failed.
-    :return: The loss of the joined batch and the number of processes that failed. If any failed, no gradient is summed.
+    A process whose step fails sends zeros in place of the next message. All then raise, and none waits for another.
     """
-    if not is_active():
-        return loss, int(loss is None)
-    grads = [parameter.grad for parameter in parameters]
-    dense = [float(grad is not None and not grad.is_sparse) for grad in grads]
-    sparse = [float(grad is not None and grad.is_sparse) for grad in grads]
-    value = 0.0 if loss is None else float(loss.detach())
-    header = torch.tensor(
-        [float(loss is None), value, *dense, *sparse], dtype=torch.float64, device=parameters[0].device
-    )
-    dist.all_reduce(header)
-    failed, value, *flags = header.tolist()
-    if failed:
-        return None, int(failed)
-    is_dense, is_sparse = flags[: len(grads)], flags[len(grads) :]
-    members = [parameter for parameter, flag in zip(parameters, is_dense, strict=True) if flag]
-    known = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in members]
-    for parameter, total in zip(members, _summed(known), strict=True):
-        parameter.grad = total.clone()
-    for parameter, flag in zip(parameters, is_sparse, strict=True):
-        if flag:
-            parameter.grad = _sum_sparse(parameter)
-    return header.new_tensor(value), 0
 
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.has_failed = like, False
 
-def _sum_sparse(parameter: Tensor) -> Tensor:
-    """The rows that any process touched; their number differs between processes, so the shorter lists are padded."""
-    if parameter.grad is None:
-        rows = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_zeros(0, *parameter.shape[1:])
-    else:
-        grad = parameter.grad.coalesce()
-        rows, values = grad.indices(), grad.values()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(world_size())]
-    dist.all_gather(lengths, torch.tensor([rows.size(1)], device=parameter.device))
-    counts = [int(length) for length in lengths]
-    padding = max(counts) - rows.size(1)
-    rows = torch.cat([rows, rows.new_zeros(rows.size(0), padding)], dim=1)
-    values = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
-    all_rows = [torch.empty_like(rows) for _ in counts]
-    all_values = [torch.empty_like(values) for _ in counts]
-    dist.all_gather(all_rows, rows)
-    dist.all_gather(all_values, values)
-    # The padding must go again: an optimizer with momentum moves every row it is given, even by a gradient of zero.
-    return torch.sparse_coo_tensor(
-        torch.cat([part[:, :count] for part, count in zip(all_rows, counts, strict=True)], dim=1),
-        torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)]),
-        parameter.shape,
-        check_invariants=False,
-    ).coalesce()
+    @torch.no_grad()
+    def __call__(self, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+        """Sums of some tensors.
+
+        :param dtype: Of the message, the same in every process.
+        :raises NanError: If a process failed.
+        """
+        if not is_active():
+            return list(tensors)
+        flat = torch.cat([torch.zeros_like(self.like, dtype=dtype), *(t.reshape(-1).to(dtype) for t in tensors)])
+        self._send(flat)
+        parts = flat[1:].split([tensor.numel() for tensor in tensors])
+        return [part.reshape(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
+    def fail(self, size: int, dtype: torch.dtype) -> None:
+        """Say that this process failed, in place of a message of ``size`` numbers."""
+        if is_active():
+            flat = torch.zeros(1 + size, dtype=dtype, device=self.like.device)
+            flat[0] = 1
+            self._send(flat)
+
+    @torch.no_grad()
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest value over the processes."""
+        if is_active():
+            value = value.contiguous()
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
+    def _send(self, flat: Tensor) -> None:
+        dist.all_reduce(flat)
+        num_failed = int(flat[0])
+        if num_failed:
+            self.has_failed = True
+            raise NanError(f"{num_failed} of {world_size()} processes failed")

@@ -1,56 +1,63 @@
-"""One way to train every model of this package: what :func:`tighter_gp.fit` is asked, and who does it."""
+"""The front of training: :func:`tighter_gp.fit` looks at its arguments, and starts a run."""
 
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import os
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.mlls import VariationalELBO
+from gpytorch.models.deep_gps import DeepGP
+from gpytorch.variational import _NaturalVariationalDistribution
 from torch import Tensor
 
-from ..checks import describe_hyperparameters
-from ..likelihoods.targets import check_arguments
+from ..collapsed import CollapsedGP
+from ..data import Rows, check_array
+from ..kernels import TighterInducingPointKernel
+from ..likelihoods.properties import is_sampled
+from ..likelihoods.targets import check_arguments, check_targets
 from ..mlls import TighterELBO
+from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
 from .advice import say_how_inputs_spread, say_how_targets_spread
-from .checkpoint import plain
-from .compiling import compile_pays
-from .constraints import enforced_constraints
+from .batches import ArrayBatches
+from .capture import compile_pays
+from .checkpoint import describe
 from .guard import Guard
 from .history import History, Step
 from .initialization import initialize as start_from_data
-from .natural_steps import NaturalStep, refusal
-from .optimizers import Optimizers, make_schedule, refuse_adam, refuse_natural
-from .problem import Problem
+from .lbfgs import LBFGSStep
+from .loaders import LoaderBatches
+from .natural import has_natural_step
+from .problem import Problem, counts_a_prior_twice, is_collapsed, make_objective, reference
 from .progress import Progress
 from .recipe import Recipe
-from .run import Plan, train
-from .sources import is_collapsed, make_objective, make_source, reference
-from .steps import AdamStep, LBFGSStep
-from .steps import Step as KindOfStep
-from .structure import describe, describe_schedule
-from .validation import held_out_data
+from .run import Plan, Run
+from .step import GradientStep
+from .validation import check_finite, held_out_data
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
-_MOST_VALIDATIONS = 50  # of a run whose validate_every is not given
+# Validations of a run, at most; and least steps between checkpoints.
+_MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
 
-# Jitter over noise from which on fit says so.
-_DEAR_JITTER = 0.1
-
-# Values that ask for nothing.
-_DEFAULTS = {"lr": (None,), "schedule": ("recipe",), "batch_size": (1024, None)}
-
-# Learning rate of Adam for q(u), and for parameters that are none of a GP.
-_ADAM_LR = 0.01
+# Arguments of earlier versions, and where they went.
+_FORMER = {
+    "schedule": "recipe=tighter_gp.Recipe(schedule=...)",
+    "natural_gradients": "recipe=tighter_gp.Recipe(natural=...), 0 for Adam alone",
+    "compile": "recipe=tighter_gp.Recipe(compile=...)",
+    "max_failures": "recipe=tighter_gp.Recipe(max_failures=...)",
+    "optimizer": "nothing: collapsed models take L-BFGS, all others Adam",
+    "validate_every": "recipe=tighter_gp.Recipe(validate_every=...)",
+    "checkpoint_every": "recipe=tighter_gp.Recipe(checkpoint_every=...)",
+}
 
 log = logging.getLogger("tighter_gp")
 
@@ -58,118 +65,73 @@ log = logging.getLogger("tighter_gp")
 def fit(
     model: Any,
     likelihood: Likelihood,
-    x: Tensor | np.ndarray | Any | None = None,
-    y: Tensor | np.ndarray | None = None,
+    x: Any = None,
+    y: Any = None,
     *,
     objective: Callable[..., Any] = TighterELBO,
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | None = 1024,
     lr: float | None = None,
-    schedule: str | Callable[[float], float] | None = "recipe",
-    optimizer: str | None = None,
-    natural_gradients: bool | float | None = None,
-    validation: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Any]] | None = None,
-    validate_every: int | None = None,
+    recipe: Recipe | None = None,
+    validation: Sequence[Any] | None = None,
     patience: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
     resume: bool = False,
     seed: int = 0,
     callbacks: Sequence[Callable[[Step], bool | None]] = (),
     progress: bool | None = None,
-    max_failures: int = 10,
-    compile: bool | str = "auto",
     initialize: bool = False,
     num_data: int | None = None,
     **kwargs: Any,
 ) -> History:
     r"""Train a model: natural gradients for q(u) and Adam for the rest on mini-batches, L-BFGS for a collapsed model.
 
-    With nothing else given the step sizes are those of :class:`~tighter_gp.training.recipe.Recipe`, chosen by experiment:
     q(u) is moved first on each batch, in closed form, and the gradients of the rest are taken at the new q(u) with the same
-    projection.
+    projection. Step sizes are those of :class:`~tighter_gp.Recipe`.
 
-    Batches are drawn by index on the device of the data. The order of the batches and every random number of a step
-    are functions of ``seed`` and the step, so that on a CPU two runs give the same numbers, and so does a run that was
-    interrupted and resumed; the global random state is left as it was.
+    The order of the batches and every random number of a step are functions of ``seed`` and the step: on a CPU two runs give
+    the same numbers, and so does a run that was interrupted and resumed. The global random state is left as it was.
 
-    A step whose Cholesky factorisation fails, or whose loss or gradient is not finite, is not taken: parameters and
-    optimizer stay as they were, and the history and the log (``logging.getLogger("tighter_gp")``) say so. If the next
-    step fails too, it was the last update that led astray: it is undone, and Adam starts anew from where it was with a
-    quarter of the step, which grows back as steps succeed. After ``max_failures`` failures in a row, or if no step of the
-    run succeeded, the error is raised. An iteration of L-BFGS that is interrupted leaves the parameters it started from.
+    A step that fails numerically is not taken, and the history and the log (``logging.getLogger("tighter_gp")``) say so. If
+    the next one fails too, the last update is undone, and Adam starts anew with a quarter of the step, which grows back.
 
-    Under ``torchrun``, or within a process group of your own, each process takes its part of every batch and gradients
-    are summed with the parts' weights: the run is that of one process, to rounding, but for the draws of an objective
-    that samples. Without a group ``fit`` starts one, and ends it. L-BFGS takes all data in each process. Give every
-    process the same arguments; different data are refused. Only the first process writes.
-
-    While it runs there is a progress bar in a terminal, or a line per tenth of the run in the log, at level ``INFO``; at
-    the end a line with steps, seconds and scores. Ctrl-C writes a checkpoint, if there is a path for one, before the
-    ``KeyboardInterrupt`` continues.
+    Under ``torchrun``, or within a process group of your own, each process takes its part of every batch. The run is that of
+    one process, to rounding, but for the draws of an objective that samples. Give every process the same arguments.
 
     :param model: An :class:`~gpytorch.models.ApproximateGP`, a deep GP, an :class:`~gpytorch.models.ExactGP` with a
-        :class:`~tighter_gp.TighterInducingPointKernel`, or a :class:`~tighter_gp.CollapsedGP`.
+        :class:`~tighter_gp.TighterInducingPointKernel`, a :class:`~tighter_gp.CollapsedGP`, or a module with one of the first
+        inside, such as behind a network: ``self.gp(self.net(x))``.
     :param likelihood: Its likelihood.
-    :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models; ``N`` is ``N x 1``): a tensor on the
-        model's device, or a numpy array, perhaps memory-mapped and of any kind of number, of which only a batch is in
-        memory at a time. Or a :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or ``(x, y, index)``; the
-        training points are those that its sampler visits, and :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`,
-        :class:`~tighter_gp.PerPoint` and :class:`~tighter_gp.Blocks` alone look at the index. For a run that is to resume bit
-        for bit, ``persistent_workers=True`` needs a sampler with a generator of its own. None for a latent-variable model,
-        whose objective is called with the rows' positions in place of q(f). A collapsed model has its data: leave out
-        ``x`` and ``y``, or give the same.
-    :param y: Training targets, ``N``, ``N x T`` or ``... x N``; None with a DataLoader. NaN and infinity are refused,
-        in ``x`` too, but for NaN that means a missing observation; so are labels and counts that the likelihood cannot
-        produce.
-    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised: by default
-        :class:`~tighter_gp.TighterELBO`, for a latent-variable model :class:`~tighter_gp.gplvm.LatentVariableELBO`; or
-        :class:`~gpytorch.mlls.VariationalELBO` or a function. A collapsed model uses
-        :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`, or its own bound. Its own parameters are trained too.
+    :param x: Training inputs, ``N x D`` (``... x N x D`` for a batch of models; ``N`` is ``N x 1``): a tensor, or a numpy array
+        of any kind of number, perhaps memory-mapped. Or a :class:`~torch.utils.data.DataLoader` that yields ``(x, y)`` or
+        ``(x, y, index)``; for a run that is to resume bit for bit, ``persistent_workers=True`` needs a sampler with a
+        generator of its own. None for a latent-variable model. A collapsed model has its data.
+    :param y: Training targets, ``N``, ``N x T`` or ``... x N``. NaN is refused where it does not mean a missing target.
+    :param objective: ``objective(likelihood, model, num_data)`` makes the objective, to be maximised: default
+        :class:`~tighter_gp.TighterELBO`, for a latent-variable model :class:`~tighter_gp.gplvm.LatentVariableELBO`, for an
+        ExactGP :class:`~gpytorch.mlls.ExactMarginalLogLikelihood`.
     :param epochs: Passes over the data; default 100.
-    :param steps: Steps, instead of epochs; for L-BFGS iterations, at most, default 200.
-    :param batch_size: Points per step, over all processes, at most: an epoch is cut evenly. A short last batch of a DataLoader
-        counts by its share. None for all. L-BFGS and collapsed models take all.
-    :param lr: Learning rate of Adam. Default 0.2 for the hyperparameters beside natural gradients, a quarter of it for
-        inducing points, and 0.01 for what is no part of a GP, such as a network's weights; without natural gradients 0.01
-        for all.
-    :param schedule: How it falls: ``"recipe"`` (with natural gradients constant, then linear to zero over the last half;
-        else as a cosine), ``"cosine"`` to zero, ``"exponential"`` to a hundredth, ``"linear"`` to zero, ``"constant"``, or
-        a function of the fraction of the run done that returns a factor.
-    :param optimizer: ``"adam"`` or ``"lbfgs"``, which takes all data at once; default by model. Parameters with sparse
-        gradients, such as those of :class:`~tighter_gp.PerPoint`, get :class:`~torch.optim.SparseAdam`. L-BFGS takes no
-        q(u) in natural form.
-    :param natural_gradients: Natural gradients for q(u) in closed form, with Adam for the rest: default wherever q(u) is
-        Gaussian, in any form, and the objective an evidence lower bound. A number is the size of their step, in place
-        of the recipe's, see :class:`~tighter_gp.training.recipe.Recipe`. False: Adam for all.
-    :param validation: Held-out inputs and targets, tensors or arrays, whose mean negative log predictive density per point,
-        ``-predict_y(...).log_prob(y).nanmean()``, goes to the history, and if need be a dict of per-point arguments of the
-        likelihood: ``(x, y, {"noise": noise})`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. One that
-        fails numerically is NaN and never the best.
-    :param validate_every: Steps between validations; default an epoch, or a fiftieth of the run where that is longer.
-    :param patience: After this many validations in a row without a better one the run comes to its end: where the learning
-        rate is still to fall, it does so over as many steps as have been taken, since much of the gain comes then, and
-        where it has, the run stops. In any case it ends with the parameters of the best. None: never stop, end with the last.
-    :param checkpoint: File to keep the state of the run in; at any moment it is whole.
-    :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100. The end has one too.
+    :param steps: Steps, instead of epochs; of L-BFGS iterations, default 200.
+    :param batch_size: Most points per step, over all processes; None for all. An epoch is cut evenly. A short last batch of
+        a DataLoader counts by its share. Collapsed models take all.
+    :param lr: Learning rate of Adam, in place of the recipe's.
+    :param recipe: Step sizes, schedule and compilation, see :class:`~tighter_gp.Recipe`.
+    :param validation: Held-out ``(x, y)`` or ``(x, y, {"noise": noise})``, whose mean negative log predictive density goes to the
+        history, see ``validate_every`` of the recipe.
+    :param patience: After this many validations without a better one the run comes to its end: the learning rate falls over
+        as many steps as have been taken. It ends with the parameters of the best validation.
+    :param checkpoint: File to keep the state of the run in, at any moment whole; see ``checkpoint_every`` of the recipe. It is
+        also written at the end, and at Ctrl-C.
     :param resume: Continue from ``checkpoint`` if it is there. It must be of the same model, settings and data, but for the
-        number of steps. A run that has ended, also one that a callback or early stopping ended, stays ended.
+        number of steps. A run that has ended stays ended.
     :param seed: Seed of all that is random.
-    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return ``True``, and
-        nothing else, to end the run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
-    :param progress: Whether to show a progress bar; default in a terminal, if tqdm is installed. False: nor lines in the
-        log, but for the last.
-    :param max_failures: Failed steps in a row before the error is raised.
-    :param compile: Whether steps are compiled, with their natural gradients, see :class:`~tighter_gp.CompiledStep`. It takes
-        some ten seconds at the start, twice if batches have two sizes, and two where the same model has been compiled before,
-        in any process. The short last batch of a DataLoader is taken eagerly, and so is a step that fails. By default natural
-        gradients on a CPU are compiled if the run is long enough for it to pay, by a rule of shapes and steps alone; the log
-        says so.
-    :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`; not where a run is resumed.
-    :param num_data: Number of training points, for a DataLoader whose sampler or dataset cannot tell.
-    :param kwargs: Per-point arguments of the likelihood or the objective; a tensor or array, such as ``noise=``, has one
-        value per point, ``... x N``.
+    :param callbacks: Each is called with a :class:`~tighter_gp.training.Step` after every step, and may return True to end the
+        run. One with ``state_dict`` and ``load_state_dict`` has its state in the checkpoint.
+    :param progress: Whether to show a progress bar; default in a terminal. False: nor a line per tenth in the log.
+    :param initialize: Whether to start from the data, see :func:`~tighter_gp.initialize`.
+    :param num_data: Number of training points, for a DataLoader that does not visit all of its dataset.
+    :param kwargs: Per-point arguments of the likelihood, ``... x N``, such as ``noise=``.
     :return: The history. The model is left in the mode it was in.
 
     Example:
@@ -177,222 +139,200 @@ def fit(
         >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
         True
     """
-    like, collapsed = reference(model, likelihood), is_collapsed(model)
-    # Numbers of numpy, as of a sweep, are none for a checkpoint.
-    lr, seed = None if lr is None else float(lr), operator.index(seed)
-    if not isinstance(natural_gradients, bool | None):
-        natural_gradients = plain(natural_gradients)
-    optimizer = optimizer or ("lbfgs" if collapsed else "adam")
-    if not isinstance(optimizer, str):
-        raise TypeError(
-            f"optimizer= is a name, 'adam' or 'lbfgs'; got {type(optimizer).__name__}. See lr= and schedule=."
-        )
-    if optimizer not in ("adam", "lbfgs"):
-        raise ValueError(f"Unknown optimizer {optimizer!r}; choose 'adam' or 'lbfgs'.")
+    for name in kwargs.keys() & _FORMER.keys():
+        raise TypeError(f"fit has no argument {name}= any more: use {_FORMER[name]}.")
+    counts = {"epochs": epochs, "steps": steps, "patience": patience, "num_data": num_data, "batch_size": batch_size}
+    epochs, steps, patience, num_data, batch_size = (_count(name, value) for name, value in counts.items())
+    seed, collapsed, like = operator.index(seed), is_collapsed(model), reference(model, likelihood)
+    recipe = (recipe or Recipe()) if lr is None else replace(recipe or Recipe(), lr=lr)
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise TypeError(
-            f"callbacks= is a list of functions; got {type(callbacks).__name__}. Pass one as callbacks=[function]."
-        )
+        raise TypeError(f"callbacks= is a list of functions; got {type(callbacks).__name__}.")
     if epochs is not None and steps is not None:
         raise ValueError("Give epochs or steps, not both.")
-    counts = {
-        "epochs": epochs,
-        "steps": steps,
-        "patience": patience,
-        "max_failures": max_failures,
-        "validate_every": validate_every,
-        "checkpoint_every": checkpoint_every,
-        "num_data": num_data,
-        "batch_size": batch_size,
-    }
-    for name, count in counts.items():
-        if count is not None and (not isinstance(count, Integral) or isinstance(count, bool)):
-            raise TypeError(f"{name} must be a whole number; got {count!r}.")
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1; got {count}.")
-    numbers: Any = (None if count is None else int(count) for count in counts.values())
-    epochs, steps, patience, max_failures, validate_every, checkpoint_every, num_data, batch_size = numbers
     if not torch.is_grad_enabled():
         raise RuntimeError("fit needs gradients: call it outside of torch.no_grad() and torch.inference_mode().")
-    if lr is not None and not 0 < lr < math.inf:
-        raise ValueError(f"lr must be positive and finite; got {lr}.")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs a checkpoint= to continue from.")
-    if compile not in (True, False, "auto"):
-        raise ValueError(f"compile must be True, False or 'auto'; got {compile!r}.")
-    if compile is True and (optimizer == "lbfgs" or collapsed or x is None):
-        raise ValueError("compile=True is for Adam's steps on an approximate GP.")
     if patience is not None and validation is None:
         raise ValueError("patience= needs held-out data: pass validation=(x, y).")
-    if optimizer == "lbfgs":
-        refuse_natural(model, natural_gradients)
-        if x is None and not collapsed:
-            raise ValueError(
-                "L-BFGS needs an objective without draws, and that of a latent-variable model draws x: use Adam, or train a "
-                "CollapsedBayesianGPLVM with torch.optim.LBFGS."
-            )
-    is_size = natural_gradients is not None and not isinstance(natural_gradients, bool)
-    if is_size and not 0 < float(natural_gradients) <= 1:  # type: ignore[arg-type]
-        raise ValueError(f"natural_gradients= is the size of a step, above 0 and at most 1; got {natural_gradients}.")
-    is_loader = hasattr(x, "dataset")
-    _say_what_is_unused(optimizer, collapsed, is_loader, lr=lr, schedule=schedule, batch_size=batch_size)
-    if collapsed or is_loader:
-        for name in kwargs:  # neither has a place for them
-            raise TypeError(
-                f"Got an unknown argument {name!r}: a {type(model if collapsed else x).__name__} takes none."
-            )
-
-    if initialize:
-        if not isinstance(x, (Tensor, np.ndarray)) or not isinstance(y, (Tensor, np.ndarray)):
-            raise ValueError(
-                "initialize=True needs x and y as tensors or arrays. Before fit, with some rows of the data, call "
-                "tighter_gp.initialize(model, likelihood, some_x, some_y)."
-            )
-        if not (resume and os.path.exists(checkpoint or "")):
-            start_from_data(model, likelihood, x, y, seed=seed)
-    with enforced_constraints(model, likelihood), distributed.group(like.device):
-        source = make_source(
-            model,
-            likelihood,
-            x,
-            y,
-            batch_size=None if collapsed or optimizer == "lbfgs" else batch_size,
-            seed=seed,
-            is_split=optimizer == "adam" and not collapsed,
-            num_data=num_data,
-        )
+    if initialize and not (resume and os.path.exists(checkpoint or "")):
+        if not isinstance(x, (Tensor, np.ndarray)):
+            raise ValueError("initialize=True needs arrays: call tighter_gp.initialize with some rows before fit.")
+        start_from_data(model, likelihood, x, y, seed=seed)
+    with distributed.group(like.device):
+        size = None if collapsed else batch_size
+        source = _make_source(model, likelihood, x, y, kwargs, size, seed, num_data, like)
         mll = make_objective(model, likelihood, objective, source.num_data)
-        if objective is None and x is not None:
-            check_arguments(likelihood, kwargs)
-        source.add_arguments(kwargs)
-        say_how_targets_spread(likelihood, source)
-        say_how_inputs_spread(model, source)
-        _say_what_stays(model, likelihood, kwargs)
-        # A look at all data, where somebody compares them.
+        _say_what_is_odd(model, likelihood, source, mll, kwargs)
         is_compared = checkpoint is not None or distributed.is_active()
         fingerprint = source.fingerprint() if is_compared else b""
         distributed.check_same(fingerprint, like.device)
         if steps is None:
-            default = _DEFAULT_ITERATIONS if optimizer == "lbfgs" else _DEFAULT_EPOCHS
-            steps = (default if epochs is None else epochs) * source.steps_per_epoch
+            steps = (epochs or (_DEFAULT_ITERATIONS if collapsed else _DEFAULT_EPOCHS)) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
-        batch = source.batch_size or -(-source.num_data // source.steps_per_epoch)
-        if compile == "auto" and (x is None or not compile_pays(problem, steps, batch)):
-            compile = False
-        step, settings = _make_step(problem, optimizer, lr, schedule, natural_gradients, compile, batch)
+        step = LBFGSStep(problem) if collapsed else _gradient_step(problem, recipe, source, steps)
         held_out = None if validation is None else held_out_data(likelihood, validation, like)
+        config = {
+            "seed": seed,
+            "num_data": source.num_data,
+            "batch_size": batch_size,
+            "recipe": recipe.described(),
+            "data": fingerprint.hex(),
+            "arguments": sorted(kwargs),
+            "parameters": [f"{name} {tuple(p.shape)}" for name, p in problem.parameters.items()],
+            "modules": describe(problem.modules),
+        }
+        if held_out is not None and is_compared:
+            config["held-out data"] = held_out.fingerprint().hex()
         plan = Plan(
             total=steps,
             validation=held_out,
-            validate_every=validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
+            validate_every=recipe.validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
             patience=patience,
-            falls=optimizer == "adam" and schedule not in (None, "constant"),
+            falls=not collapsed and recipe.schedule != "constant",
             checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every or max(100, source.steps_per_epoch),
+            checkpoint_every=recipe.checkpoint_every or max(_FEWEST_STEPS, source.steps_per_epoch),
             resume=resume,
             callbacks=callbacks,
-            config={
-                "optimizer": step.name,
-                "seed": seed,
-                "num_data": source.num_data,
-                "batch_size": source.most_rows or source.batch_size,
-                "data": fingerprint.hex(),
-                **({"held-out data": held_out.fingerprint().hex()} if held_out is not None and is_compared else {}),
-                **settings,
-                "arguments": sorted(kwargs),
-                "parameters": {name: list(parameter.shape) for name, parameter in problem.parameters.items()},
-                "modules": describe(problem.modules),
-            },
+            config=config,
         )
-        guard = Guard(step, problem.parameters, max_failures, lambda error: _hyperparameters(problem, error))
-        history = train(problem, source, guard, plan, Progress(progress, steps))
-        _say_what_jitter_costs(model, likelihood)
-        return history
+        guard = Guard(step, problem.parameters, recipe.max_failures)
+        return Run(problem, source, guard, plan, Progress(progress)).train()
 
 
-def _say_what_is_unused(optimizer: str, is_collapsed: bool, is_loader: bool, **arguments: Any) -> None:
-    """A step size of L-BFGS, and a size of batches where each step takes all data or batches come as they are."""
-    for name, value in arguments.items():
-        if value in _DEFAULTS[name]:
+def _count(name: str, value: Any) -> int | None:
+    """A whole number above 0, also one of numpy's, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number; got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}.")
+    return operator.index(value)
+
+
+def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) -> GradientStep:
+    reason = no_natural_step(problem.model, problem.likelihood, problem.objective)
+    if recipe.natural and reason:
+        raise ValueError(f"Recipe(natural={recipe.natural:g}) cannot be used here: {reason}.")
+    is_natural = recipe.natural != 0 and not reason
+    for module in problem.model.modules():
+        if not is_natural and isinstance(module, _NaturalVariationalDistribution):
+            raise ValueError(
+                f"q(u) is a {type(module).__name__}, whose gradients mean nothing to Adam: use natural gradients, or a "
+                f"CholeskyVariationalDistribution. {reason}".rstrip()
+            )
+    compile = recipe.compile
+    if compile == "auto":  # a compiled step of Adam cannot repeat a step in another precision: only on demand
+        compile = is_natural and source.batch_size > 0 and compile_pays(problem, steps, source.batch_size)
+    if compile and distributed.is_active():
+        log.info("steps are not compiled: several processes exchange messages on their way")
+    resolved = recipe.resolved(problem.likelihood, is_natural)
+    return GradientStep(problem, resolved, source.batch_size >= problem.num_data, bool(compile))
+
+
+def no_natural_step(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
+    """Why natural gradients cannot train a model; empty if they can."""
+    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
+    forms = [distribution for strategy in strategies for distribution in strategy.distributions]
+    name, base = type(objective).__name__, TighterELBO if isinstance(objective, TighterELBO) else VariationalELBO
+    if any(isinstance(module, DeepGP) for module in model.modules()):
+        return "the slopes of a deep GP's hidden layers are sampled, and no curvature"
+    if not any(map(has_natural_step, forms)):
+        return "the model has no q(u) in one of tighter_gp's strategies that has natural parameters"
+    if not isinstance(objective, base) and not hasattr(objective, "is_tighter"):
+        return f"{name} is not known to be an evidence lower bound"
+    methods = ("forward", "_log_likelihood_term")
+    if isinstance(objective, base) and any(getattr(type(objective), m) is not getattr(base, m) for m in methods):
+        return f"{name} changes the bound, and q(u) would be moved to the optimum of another"
+    if is_sampled(likelihood) and not isinstance(objective, TighterELBO):
+        return f"{name} samples {type(likelihood).__name__}, whose slopes are then no curvature"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _make_source(
+    model: Any,
+    likelihood: Any,
+    x: Any,
+    y: Any,
+    kwargs: dict[str, Any],
+    batch_size: int | None,
+    seed: int,
+    num_data: int | None,
+    like: Tensor,
+) -> Any:
+    """The batches of a run."""
+    fixed = {}
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        fixed = {"noise": likelihood.noise_covar.noise}
+
+    def check_y(values: Tensor) -> None:
+        """A latent-variable model takes NaN for a missing entry."""
+        check_targets(likelihood, values[~torch.isnan(values)] if x is None else values, "values of y")
+
+    if hasattr(x, "dataset"):
+        if y is not None or kwargs or batch_size is None:
+            raise ValueError("A DataLoader brings its own targets, batches and per-point arguments: pass none.")
+        indexed = [module for module in model.modules() if getattr(module, "needs_index", False)]
+        limits = [(module.num_data, f"{type(module).__name__}(num_data={module.num_data})") for module in indexed]
+        return LoaderBatches(x, seed, like, fixed.get("noise"), num_data, check_y, limits)
+    if num_data is not None:
+        raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
+    if is_collapsed(model):
+        if kwargs:
+            raise TypeError(f"Got an unknown argument {min(kwargs)!r}: a {type(model).__name__} takes none.")
+        x, y = _own_data(model, likelihood, x, y, like)
+    x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
+    if x is not None:
+        check_array("x", x, "a tensor, a numpy array or a DataLoader")
+    check_array("y", y)
+    if isinstance(likelihood, DirichletClassificationLikelihood) and y.ndim == 1:
+        raise ValueError("Of DirichletClassificationLikelihood pass y=likelihood.transformed_targets, not labels.")
+    if x is not None:
+        check_arguments(likelihood, kwargs)
+    source = ArrayBatches(x, y, fixed | kwargs, batch_size, seed, like, not is_collapsed(model), check_y)
+    if isinstance(x, Tensor):
+        check_finite("x", x)
+    if isinstance(y, Tensor):  # arrays are looked at in batches
+        check_y(y)
+    return source
+
+
+def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The data of a collapsed model; what was passed must be the same."""
+    if model.likelihood is not likelihood:
+        raise ValueError("The likelihood is not the one that the model was built with; pass model.likelihood.")
+    if isinstance(model, CollapsedGP):
+        own = {"x": model.train_x, "y": model.train_y}
+    else:
+        if isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel):
+            exact_gp_prior(model)  # refuses a kernel that does not belong to the model
+        if model.train_inputs is None or model.train_targets is None:
+            raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
+        own = {"x": model.train_inputs[0], "y": model.train_targets}
+    for name, given in {"x": x, "y": y}.items():
+        if given is None:
             continue
-        if optimizer == "lbfgs" or (is_collapsed and name == "batch_size"):
-            use = "Adam on mini-batches" if name == "batch_size" else "Adam"
-        elif is_loader and name == "batch_size":
-            use = "arrays, where a DataLoader has its own"
-        else:
-            continue
-        log.warning("%s= is for %s, and is not used here", name, use)
+        values = Rows(given, like, is_input=name == "x", name=name)[:].to(own[name].dtype)
+        check_finite(name, values) if name == "x" else check_targets(likelihood, values, "values of y")
+        if not torch.equal(torch.nan_to_num(values), torch.nan_to_num(own[name])):
+            raise ValueError(
+                f"{name} is not what the model was built with, and {type(model).__name__} trains on its own data: leave {name} "
+                "out, or build the model on these."
+            )
+    return own["x"], own["y"]
 
 
-def _say_what_stays(model: Any, likelihood: Likelihood, kwargs: dict[str, Any]) -> None:
-    """A noise that is not trained, although a prediction may use it."""
+def _say_what_is_odd(model: Any, likelihood: Any, source: Any, mll: Any, kwargs: dict[str, Any]) -> None:
+    say_how_targets_spread(likelihood, source)
+    say_how_inputs_spread(model, source)
     own = getattr(model, "likelihood", None)
     if isinstance(own, Likelihood) and own is not likelihood:
         log.warning("model.likelihood is another likelihood, and stays as it is; pass that one, or set it to yours")
-    if "noise" in kwargs and isinstance(likelihood, GaussianLikelihood):
-        log.warning(
-            "noise= takes the place of the likelihood's own noise, which stays as it is; pass noise= to predict_y too, or use "
-            "FixedNoiseGaussianLikelihood"
-        )
-
-
-def _say_what_jitter_costs(model: Any, likelihood: Likelihood) -> None:
-    """The jitter counts as variance of q(f), which is dear beside a small noise."""
-    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
-    if not strategies or not isinstance(likelihood, GaussianLikelihood):
-        return
-    jitter, noise = max(strategy.jitter_val for strategy in strategies), float(likelihood.noise.detach().min())
-    if jitter > _DEAR_JITTER * noise:
-        log.warning(
-            "the noise, %.2g, is near the jitter, %.2g, which counts as variance of f: intervals may be too wide; train in "
-            "float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)",
-            noise,
-            jitter,
-        )
-
-
-def _make_step(
-    problem: Problem,
-    optimizer: str,
-    lr: float | None,
-    schedule: str | Callable[[float], float] | None,
-    natural_gradients: bool | float | None,
-    compile: bool | str,
-    batch_size: int,
-) -> tuple[KindOfStep, dict[str, Any]]:
-    """One way to train, and the settings that tell it from another."""
-    if optimizer == "lbfgs":
-        return LBFGSStep(problem), {}
-    reason = refusal(problem.model, problem.likelihood, problem.objective)
-    if natural_gradients and reason:
-        raise ValueError(
-            f"natural_gradients cannot be used here: {reason}. Leave them out, or pass natural_gradients=False."
-        )
-    if compile and distributed.is_active() and not reason and natural_gradients is not False:
-        log.info("steps are not compiled: natural gradients of several processes exchange messages on their way")
-        compile = False
-    settings = {"lr": lr, "schedule": describe_schedule(schedule), "natural_gradients": natural_gradients}
-    if natural_gradients is not False and not reason:
-        recipe = Recipe.for_likelihood(problem.likelihood)
-        if lr is not None:
-            recipe = recipe._replace(lr=lr, inducing_lr=recipe.inducing_lr * lr / recipe.lr)
-        if natural_gradients is not None and natural_gradients is not True:
-            size = float(natural_gradients)
-            recipe = recipe._replace(natural=size, natural_full=size)
-        factor = None if schedule == "recipe" else make_schedule(schedule)
-        return NaturalStep(problem, recipe, factor, batch_size, _ADAM_LR if lr is None else lr, compile), settings
-    refuse_adam(problem.model)
-    rates = {"all": _ADAM_LR if lr is None else lr}
-
-    def make_optimizers(sparse: set[str]) -> Optimizers:
-        return Optimizers(problem.parameters, sparse, dict.fromkeys(problem.parameters, "all"), rates)
-
-    factor = make_schedule("cosine" if schedule == "recipe" else schedule)
-    # A compiled step of Adam cannot change to a wider precision: only for those who ask for it.
-    return AdamStep(problem, factor, make_optimizers, batch_size if compile is True else None), settings
-
-
-def _hyperparameters(problem: Problem, error: Exception) -> str:
-    """What an error does not say itself."""
-    said = "Hyperparameters: " in str(error)
-    return describe_hyperparameters(*([problem.likelihood] if said else [problem.model, problem.likelihood]))
+    if counts_a_prior_twice(mll):
+        log.warning("%s counts a prior twice; tighter_gp.TighterELBO counts each once", type(mll).__name__)

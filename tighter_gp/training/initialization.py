@@ -24,13 +24,15 @@ from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
 from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
 from ..likelihoods.slopes import expected_slopes
+from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
-from ..posterior import gathered, has_own_call
+from ..posterior import gathered
 from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
-from .constraints import enforced_constraints
 from .lbfgs import FullBatchLBFGS
+from .passes import features
+from .problem import gp_of
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -102,45 +104,40 @@ def _from_data(
         raise ValueError(f"There must be one target for each of the {num_rows(x)} rows of x; got {tuple(y.shape)}.")
     inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=dim, name="y")
     order = torch.randperm(num_rows(x), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
-    used = order[:_MOST_ROWS]
-    rows = used.sort().values
+    rows = order[:_MOST_ROWS].sort().values
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
-    check_finite("y", given, likelihood)
-    if has_own_call(model):
-        return
+    check_targets(likelihood, given, "values of y")
+    model, some = gp_of(model), features(model, some)
+    holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
     for holder in holders:
         _place(holder, some, seed)
-    is_plain_noise = isinstance(likelihood, GaussianLikelihood) and is_gaussian(likelihood)
-    is_plain = len(holders) == 1 and is_plain_noise and len(targets.shape) == 1
-    if some.dim() != 2 or not _is_kernel_and_mean(model, some[:3]):
+    if some.dim() != 2 or dim not in (0, -y.ndim) or not _is_kernel_and_mean(model, some[:3]):
         return
     starts = _lengthscale_starts(model.covar_module, some, seed)
-    if not is_plain and dim not in (0, -y.ndim):
-        return
-    if not is_plain:
+    is_plain_noise = isinstance(likelihood, GaussianLikelihood) and is_gaussian(likelihood)
+    if len(holders) != 1 or not is_plain_noise or len(targets.shape) != 1:
         _set_lengthscales({kernel: start for kernel, start in starts.items() if not kernel.raw_lengthscale.any()})
         return
-    # Missing targets say nothing.
     seen = observed(likelihood, given, given.shape[-1:])
-    share = 1.0 if seen is None else float(seen.double().mean())
-    if seen is not None:
-        rows = rows[seen.to(rows.device)]
-        used = used[torch.isin(used, rows)]
-    if not len(used):
+    seen = torch.ones_like(given, dtype=torch.bool) if seen is None else seen  # missing targets say nothing
+    if not bool(seen.any()):
         return
-    (holder,), chosen = holders, used[:num_rows_used].sort().values
+    noise_of_all = len(order) * float(seen.double().mean()) / int(seen.sum())  # N over the rows that stand for them
+    some, given = some[seen], given[seen].to(like.dtype)
+    chosen = torch.randperm(len(some), generator=torch.Generator("cpu").manual_seed(seed))[:num_rows_used].sort().values
+    subset = some[chosen.to(some.device)], given[chosen.to(some.device)]
+    (holder,) = holders
     points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
-    subset = inputs[chosen], targets[chosen].to(like.dtype)
     _choose_lengthscales(model, likelihood, *subset, starts, seed, points.size(-2))
     _train_hyperparameters(model, likelihood, *subset, iterations, seed, points.size(-2))
     log.info("initialize: set %s", describe_hyperparameters(model.covar_module, model.mean_module, likelihood))
-    is_free = lambda: all(p.requires_grad for q in holder.distributions for p in q.parameters())
-    if isinstance(holder, TighterStrategy) and is_free():
-        noise = gaussian_noise(likelihood, torch.Size(), torch.Size(targets.shape)).expand(targets.shape)[rows]
-        noise = noise * (len(rows) / (share * len(order)))
-        _set_q(model, likelihood, holder, inputs[rows], targets[rows].to(like.dtype), noise)
+    if isinstance(holder, TighterStrategy) and all(
+        p.requires_grad for q in holder.distributions for p in q.parameters()
+    ):
+        noise = gaussian_noise(likelihood, torch.Size(), torch.Size(targets.shape)).expand(targets.shape)
+        noise = noise[rows.to(noise.device)][seen] / noise_of_all
+        _set_q(model, likelihood, holder, some, given, noise)
 
 
 @torch.no_grad()
@@ -234,34 +231,17 @@ def _train_hyperparameters(
     parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]
     if not parameters:
         return math.inf
-    with enforced_constraints(gp):
-        return _improve(gp, parameters, iterations)
-
-
-def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> float:
-    """Some iterations of L-BFGS, or none where one fails; the loss at their end."""
     before = [parameter.detach().clone() for parameter in parameters]
-
-    def evaluate() -> Tensor:
-        loss = -gp.bound() / len(gp.train_y)
-        loss.backward()
-        return loss
-
-    lbfgs = FullBatchLBFGS(parameters, evaluate, NUMERICAL_ERRORS)
+    lbfgs = FullBatchLBFGS(parameters, lambda: -gp.bound() / len(y))
     try:
         for _ in range(iterations):
-            _, moved = lbfgs.step()
-            if not moved:
+            if not lbfgs.step():
                 break
     except (*NUMERICAL_ERRORS, FloatingPointError) as error:
         log.warning("the hyperparameters stay as they were: %s", error)
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
-                parameter.copy_(value)
+            torch._foreach_copy_(parameters, before)
         return math.inf
-    finally:
-        for parameter in gp.parameters():
-            parameter.grad = None
     return lbfgs.loss
 
 
@@ -269,7 +249,7 @@ def _improve(gp: CollapsedGP, parameters: list[Tensor], iterations: int) -> floa
 def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, noise: Tensor) -> None:
     """The optimal q(u), from sums over some rows that stand for all: their noise is as much smaller as they are fewer."""
     with temporary_mode(model, False), full_precision(x.device.type):
-        sums = gathered(strategy.projector(), input_rows(x, y), y, noise, likelihood, 4096)
+        _, sums = gathered(strategy.prior(), input_rows(x, y), y, noise, likelihood, 4096)
     strategy.set_optimal(sums.gram, sums.linear)
 
 

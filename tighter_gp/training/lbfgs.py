@@ -1,112 +1,155 @@
-"""L-BFGS that comes back from where the objective fails."""
+"""L-BFGS on all data of a collapsed model."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..checks import NUMERICAL_ERRORS
+from .batches import Batch
+from .problem import Problem
+from .step import Call, Info
+
+# Converged after this many iterations in a row that change the loss by less than this fraction.
+_QUIET_ITERATIONS, _QUIET = 3, 1e-9
+
+_FAILURES = (*NUMERICAL_ERRORS, FloatingPointError)
+
+
+class Evaluation(NamedTuple):
+    """The loss and its gradients at a point."""
+
+    point: list[Tensor]
+    loss: Tensor
+    gradients: list[Tensor]
+
+    def is_at(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether it is that of these values."""
+        return all(map(torch.equal, self.point, parameters))
+
 
 class FullBatchLBFGS:
-    """L-BFGS with a strong Wolfe line search on a deterministic objective, one iteration per call.
+    """L-BFGS with a strong Wolfe line search, one iteration per call.
 
-    A trial point where the objective fails is taken as a very bad one, so the line search comes back from it. An
-    iteration that raises, or is interrupted, leaves parameters and state as it found them.
+    A trial point where the loss fails counts as a very bad one. An iteration that raises leaves all as it found it.
 
     :param parameters: The parameters.
-    :param evaluate: Computes the loss and its gradients; may raise one of ``failures``.
-    :param failures: Exceptions that mean a numerical failure.
+    :param evaluate: Computes the loss, which is differentiated.
     """
 
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        evaluate: Callable[[], Tensor],
-        failures: tuple[type[Exception], ...],
-    ) -> None:
-        self.parameters, self.evaluate = parameters, evaluate
-        self.failures: tuple[type[Exception], ...] = (*failures, FloatingPointError)
+    def __init__(self, parameters: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> None:
+        self.parameters, self.evaluate = list(parameters), evaluate
         self.optimizer = torch.optim.LBFGS(
-            parameters, max_iter=1, max_eval=26, history_size=20, line_search_fn="strong_wolfe", tolerance_change=0.0
+            self.parameters,
+            max_iter=1,
+            max_eval=26,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+            tolerance_change=0.0,
         )
-        self.known: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.error: Exception | None = None
         self.loss = math.inf
+        self.known: list[Evaluation] = []
+        self.error: Exception | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.optimizer.load_state_dict(state)
-
-    def step(self) -> tuple[float, bool]:
-        """One iteration.
-
-        :return: The loss at the new parameters, and whether they moved. ``self.error`` is the last failure, if any.
-        """
-        self.error, before = None, self._point()
-        state = copy.deepcopy(self.optimizer.state_dict()["state"])  # small beside an evaluation
+    def step(self) -> bool:
+        """One iteration; whether the parameters moved. ``loss`` is that after it, ``error`` the last failure in it."""
+        self.error, before = None, [parameter.detach().clone() for parameter in self.parameters]
+        state = copy.deepcopy(self.optimizer.state_dict()["state"])
         try:
             self.optimizer.step(self._closure)
-            after = self._point()
-            loss = self._recall(after)
-            if loss is None:
-                loss = self._closure()
+            loss = float(self._closure())  # known, unless the line search returned to an earlier point
         except BaseException:
-            self._return_to(before)
+            self._put(before)
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
             raise
-        self.loss = float(loss)
-        self.known = [entry for entry in self.known if torch.equal(entry[0], after)]
-        return self.loss, not torch.equal(before, after)
-
-    def _point(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
-
-    def _split(self, vector: Tensor) -> list[Tensor]:
-        parts = vector.split([parameter.numel() for parameter in self.parameters])
-        return [part.reshape(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.loss, self.known = loss, [known for known in self.known if known.is_at(self.parameters)]
+        return not all(map(torch.equal, before, self.parameters))
 
     @torch.no_grad()
-    def _return_to(self, point: Tensor) -> None:
-        for parameter, part in zip(self.parameters, self._split(point), strict=True):
-            parameter.copy_(part)
-
-    def _recall(self, point: Tensor) -> Tensor | None:
-        for known, loss, gradient in self.known:
-            if torch.equal(known, point):
-                for parameter, part in zip(self.parameters, self._split(gradient), strict=True):
-                    parameter.grad = part.clone()
-                return loss
-        return None
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
 
     def _closure(self) -> Tensor:
-        point = self._point()
-        loss = self._recall(point)
-        if loss is not None:
-            return loss
-        for parameter in self.parameters:
-            parameter.grad = None
+        found = next((known for known in self.known if known.is_at(self.parameters)), None)
         try:
-            loss = self.evaluate().detach()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            gradient = torch.cat([grad.to_dense().reshape(-1) for grad in grads])
-            if not bool(torch.isfinite(loss) & torch.isfinite(gradient).all()):
-                raise FloatingPointError("the loss or its gradient is not finite")
-        except self.failures as error:
+            found = found or self._evaluate()
+        except _FAILURES as error:
             if not self.known:
                 raise
             self.error = error
-            worst = max(float(entry[1]) for entry in self.known)
-            loss, gradient = self.known[0][1].new_tensor(worst + 1.0 + abs(worst)), torch.zeros_like(point)
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            return loss
-        self.known.append((point, loss, gradient))
-        return loss
+            worst = max(float(known.loss) for known in self.known)
+            zeros = [torch.zeros_like(parameter) for parameter in self.parameters]
+            found = Evaluation([], self.known[0].loss.new_tensor(worst + 1.0 + abs(worst)), zeros)
+        for parameter, gradient in zip(self.parameters, found.gradients, strict=True):
+            parameter.grad = gradient.clone()
+        return found.loss
+
+    def _evaluate(self) -> Evaluation:
+        with torch.enable_grad():
+            loss = self.evaluate()
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        if not all(bool(torch.isfinite(value).all()) for value in (loss, *gradients)):
+            raise FloatingPointError("the loss or its gradient is not finite.")
+        point = [parameter.detach().clone() for parameter in self.parameters]
+        self.known.append(Evaluation(point, loss.detach(), list(gradients)))
+        return self.known[-1]
+
+
+class State(NamedTuple):
+    """The optimizer, and iterations without much change."""
+
+    lbfgs: FullBatchLBFGS
+    quiet: int = 0
+
+
+class LBFGSStep:
+    """An iteration of L-BFGS.
+
+    :param problem: What is trained.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def init(self) -> State:
+        """No curvature is known."""
+        return State(FullBatchLBFGS(list(self.problem.parameters.values()), lambda: torch.empty(0)))
+
+    def step(self, state: State, batch: Batch, call: Call) -> tuple[State, Info]:
+        """One iteration. After a failure the curvature that led there is forgotten."""
+
+        def evaluate() -> Tensor:
+            self.problem.seed_step(-2)  # a sampled objective must be the same at every trial point
+            return self.problem.loss(batch._replace(weight=1.0))  # all data, in every process
+
+        lbfgs = state.lbfgs
+        lbfgs.evaluate, before = evaluate, lbfgs.loss
+        try:
+            moved = lbfgs.step()
+        except _FAILURES as error:
+            return self.init()._replace(quiet=state.quiet), Info(math.nan, error)
+        if lbfgs.error is not None and not moved:
+            return self.init()._replace(quiet=state.quiet), Info(lbfgs.loss, lbfgs.error)
+        quiet = state.quiet + 1 if abs(before - lbfgs.loss) <= _QUIET * max(1, abs(lbfgs.loss)) else 0
+        converged = "converged" if not moved or quiet >= _QUIET_ITERATIONS else ""
+        return State(lbfgs, quiet), Info(lbfgs.loss, converged=converged)
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """The state as a dict."""
+        return {"lbfgs": state.lbfgs.optimizer.state_dict(), "loss": state.lbfgs.loss, "quiet": state.quiet}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> State:
+        """The state from that."""
+        state = self.init()._replace(quiet=saved["quiet"])
+        state.lbfgs.optimizer.load_state_dict(saved["lbfgs"])
+        state.lbfgs.loss = saved["loss"]
+        return state

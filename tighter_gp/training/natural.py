@@ -1,409 +1,281 @@
-"""Natural gradients for q(u) in closed form, from the projection that a training step computes anyway.
+r"""Natural gradients for a Gaussian q(u) in closed form, from the projection that a training step computes anyway.
 
-The step itself is :func:`tighter_gp.maths.natural.natural_step`; here are its sums over a batch, its size, and whom it moves.
+With the slopes :math:`g_n = \partial / \partial \mu_n` and :math:`\lambda_n = -2\, \partial / \partial s_n` of the bound of all
+data, a step of size :math:`\rho` is, see :mod:`tighter_gp.maths.natural`,
+
+.. math::
+
+    P \leftarrow (1 - \rho) P + \rho \Bigl(I + \sum_n \lambda_n a_n a_n^\top\Bigr), \qquad
+    P m \leftarrow P m_{\text{old}} + \rho \Bigl(\sum_n g_n a_n - m_{\text{old}}\Bigr).
+
+The natural parameters are values that a step takes and returns; the model's own parameters stay those of its distribution.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gpytorch.variational import LMCVariationalStrategy, MeanFieldVariationalDistribution
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    LMCVariationalStrategy,
+    MeanFieldVariationalDistribution,
+    NaturalVariationalDistribution,
+    TrilNaturalVariationalDistribution,
+    _VariationalDistribution,
+)
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS, passed
-from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
-from ..maths.linalg import full_precision
-from ..maths.natural import NaturalParameters, Sums, data_sums, natural_step, sum_to
+from ..maths.linalg import triangular_inverse
+from ..maths.natural import data_sums, reversed_factor, sum_to
 from ..modes import spans
-from ..posterior import has_own_call
-from ..recording import Before, Record, recorded_projections
-from .natural_entries import Entry
-from .natural_forms import has_natural_step
 
-__all__ = ["GaussianTargets", "NaturalGradients"]
-
-log = logging.getLogger("tighter_gp")
-
-Reduce = Callable[[Sequence[Tensor]], None]
 Size = float | Tensor
 
-# How often a step is halved before it is given up.
-_MAX_HALVINGS = 6
-
-# How much worse a batch's loss may be after a natural step, relative to one plus its size; sampling makes it vary.
-_TOLERANCE = 0.05
+_FORMS = (
+    CholeskyVariationalDistribution,
+    NaturalVariationalDistribution,
+    TrilNaturalVariationalDistribution,
+    MeanFieldVariationalDistribution,
+)
 
 # Power iterations per step for the largest curvature that a mean-field mean sees.
 _POWER_ITERATIONS = 3
 
 
-class GaussianTargets(NamedTuple):
-    r"""All that the slopes of a single-output model with Gaussian noise depend on, besides q(u).
+class Natural(NamedTuple):
+    r"""q(w) by its natural parameters, in float64.
 
-    :param values: :math:`y`, ``... x B``.
-    :param noise: :math:`\sigma_n^2`, broadcastable to ``... x B``.
-
-    Example:
-        >>> tighter_gp.training.natural.GaussianTargets(torch.ones(2), torch.tensor(0.1)).noise
-        tensor(0.1000)
+    :param precision: :math:`P`, ``... x M x M``; its diagonal, ``... x M``, for a mean-field q.
+    :param linear: :math:`h = P m`, ``... x M``.
+    :param probe: Of a mean-field q, the leading direction of its scaled curvature, ``... x M``; else empty.
     """
 
-    values: Tensor
-    noise: Tensor
+    precision: Tensor
+    linear: Tensor
+    probe: Tensor
 
 
-class Group(NamedTuple):
-    """Distributions of a strategy that move together.
+class Slopes(NamedTuple):
+    r"""Derivatives of the bound of all data at the points of a batch.
 
-    :param entry: Their natural parameters; None if they are not moved: point masses, and what is not trained.
-    :param distributions: The distributions.
+    :param matrix: :math:`A`, ``... x M x B``.
+    :param slope: :math:`g_n`, ``... x B``.
+    :param curvature: :math:`\lambda_n \ge 0`, ``... x B``.
     """
 
-    entry: Entry | None
-    distributions: tuple[Any, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows of the projection are theirs."""
-        return sum(distribution.num_inducing_points for distribution in self.distributions)
+    matrix: Tensor
+    slope: Tensor
+    curvature: Tensor
 
 
-def _groups(strategy: Any) -> list[Group]:
-    """All distributions of a strategy as one group if each has a full covariance, else one group each."""
-    moves = [has_natural_step(d) and all(p.requires_grad for p in d.parameters()) for d in strategy.distributions]
-    if all(moves) and not any(isinstance(d, MeanFieldVariationalDistribution) for d in strategy.distributions):
-        return [Group(Entry(*strategy.distributions), tuple(strategy.distributions))]
-    return [
-        Group(Entry(d) if is_moved else None, (d,)) for d, is_moved in zip(strategy.distributions, moves, strict=True)
-    ]
+class Part:
+    r"""Distributions of one strategy whose natural parameters move together.
 
+    q(u) of an SVGP is on its own. The best means of q(u) and q(v) of SOLVE-GP depend on each other, so :math:`(P, h)` of both
+    are kept, correlations included, and the nearest independent distributions are written: the joint mean
+    :math:`P^{-1} h` and the precisions :math:`P_{uu}` and :math:`P_{vv}`.
 
-def _num_coupled(model: torch.nn.Module, groups: Iterable[Sequence[Group]]) -> int:
-    """How many groups explain the same observations together: of a strategy, latent functions, parts of a sum of GPs."""
-    groups = list(groups)
-    latents = [module.num_latents for module in model.modules() if isinstance(module, LMCVariationalStrategy)]
-    return max([1, *map(len, groups)]) * max([1, *latents]) * max(1, len(groups))
-
-
-class NaturalGradients:
-    r"""
-    Natural gradients for every Gaussian q(u) of a model, sharing the projection of the step that trains the rest.
-
-    In :meth:`train_step` q(u) is moved first, and the gradients of the other parameters are taken at the new q(u), on the
-    same batch and with the same projection: on kin40k the test NLPD after 15 epochs was -.043 in this order and .022 with
-    both moved at once. With Gaussian noise and a single output it needs no second pass; otherwise q(f) is made twice, its
-    kernel matrices and projection once. The parameters of q(u) are constants in it, so no time goes into their gradients.
-    The natural parameters are kept here in float64, the model's own parameters stay those of its distribution, in any
-    dtype. A :math:`\lambda_n` below 0, as a likelihood that is not log-concave has them, counts as 0.
-
-    q(u) and q(v) of SOLVE-GP are moved together, see :class:`~tighter_gp.training.natural_entries.Entry`. Where :math:`K`
-    distributions share the data otherwise, such as the latent functions of an LMC, their means are moved by at most
-    :math:`1/K`, since each takes the others for fixed. The mean of a mean-field q is moved by at most
-    :math:`1/\kappa`, with :math:`\kappa` the largest eigenvalue of the curvature scaled by its diagonal, from power
-    iterations: a larger step can diverge. Where the slopes depend on q(u), a step of the mean after which the batch's loss
-    is much worse is taken back and a smaller one tried.
-
-    :param model: The model. Strategies that are not of this package and point masses are left to another optimizer.
-    :param num_data: The total number of training points :math:`N`.
-    :param beta: The objective's factor on the KL divergences.
-    :param reduce: Sums tensors over processes, in place.
-
-    Example:
-        >>> natural = tighter_gp.training.natural.NaturalGradients(model, num_data=len(train_y))
-        >>> mll = tighter_gp.TighterELBO(likelihood, model, num_data=len(train_y))
-        >>> rest = [p for p in mll.parameters() if all(p is not q for q in natural.parameters)]
-        >>> loss, gradients, size = natural.train_step(lambda: -mll(model(train_x), train_y), rest, size=0.1)
-        >>> size, len(gradients) == len(rest)
-        (0.1, True)
+    :param strategy: The strategy.
+    :param distributions: Its distributions; several only with full covariances.
+    :param rows: Their rows of the projection.
+    :param num_coupled: How many parts share the data: each takes the others for fixed, so a mean moves by :math:`1/K` at most.
     """
 
-    def __init__(self, model: torch.nn.Module, num_data: int, beta: float = 1.0, reduce: Reduce | None = None) -> None:
-        self.num_data, self.beta, self.reduce = num_data, beta, reduce
-        self.strategies: list[Any] = [module for module in model.modules() if hasattr(module, "distributions")]
-        self._groups = {id(strategy): _groups(strategy) for strategy in self.strategies}
-        self.entries = [group.entry for groups in self._groups.values() for group in groups if group.entry is not None]
-        self._coupled = _num_coupled(model, self._groups.values())
-        self._pending: list[tuple[Entry, Tensor, Tensor, Tensor]] = []
+    def __init__(self, strategy: Any, distributions: tuple[Any, ...], rows: slice, num_coupled: int) -> None:
+        self.strategy, self.distributions, self.rows, self.num_coupled = strategy, distributions, rows, num_coupled
+        self.is_mean_field = isinstance(distributions[0], MeanFieldVariationalDistribution)
+        self.within = spans(distribution.num_inducing_points for distribution in distributions)
 
-    @torch.no_grad()
-    def knows_data(self) -> bool:
-        """Whether a q(u) is not the prior, as it is before any training but for a little noise in its mean."""
-        return any(entry.knows_data() for entry in self.entries)
-
-    @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of q(u), which a step moves."""
-        return [p for entry in self.entries for d in entry.distributions for p in d.parameters()]
+        """A vector and a matrix per distribution, in turn."""
+        return [parameter for distribution in self.distributions for parameter in vector_and_matrix(distribution)]
 
-    def train_step(
+    @torch.no_grad()
+    def init(self) -> Natural:
+        """The natural parameters of the distributions as they are."""
+        parts = [_natural_of(distribution) for distribution in self.distributions]
+        linear = torch.cat([linear for _, linear in parts], -1)
+        if self.is_mean_field:
+            return Natural(parts[0][0], linear, torch.ones_like(linear) / linear.size(-1) ** 0.5)
+        precision = linear.new_zeros(*linear.shape, linear.size(-1))
+        for (block, _), rows in zip(parts, self.within, strict=True):
+            precision[..., rows, rows] = block
+        return Natural(precision, linear, linear.new_zeros(0))
+
+    @torch.no_grad()
+    def knows_data(self, q: Natural) -> bool:
+        """Whether this is not the prior, up to the noise with which GPyTorch starts a mean."""
+        noise = max(distribution.mean_init_std for distribution in self.distributions)
+        ones = torch.ones_like(q.linear)
+        identity = ones if self.is_mean_field else torch.diag_embed(ones)
+        return bool((q.precision - identity).abs().amax() > 1e-3) or bool(q.linear.abs().amax() > 1e-6 + 6 * noise)
+
+    def mean(self, q: Natural) -> Tensor:
+        """The mean as the forward pass sees it, ``... x M``."""
+        found = []
+        for distribution, rows in zip(self.distributions, self.within, strict=True):
+            mean = vector_and_matrix(distribution)[0].detach()
+            if isinstance(distribution, (NaturalVariationalDistribution, TrilNaturalVariationalDistribution)):
+                factor, _ = reversed_factor(q.precision[..., rows, rows])
+                root = triangular_inverse(factor)
+                mean = (root @ (root.mT @ mean.double().unsqueeze(-1))).squeeze(-1)
+            found.append(mean)
+        return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+    def sums(self, q: Natural, slopes: Slopes) -> tuple[Tensor, Tensor]:
+        r""":math:`\sum_n \lambda_n a_n a_n^\top` and :math:`\sum_n g_n a_n` of a batch."""
+        matrix = slopes.matrix[..., self.rows, :]
+        gram, vector = data_sums(matrix, slopes.slope, slopes.curvature, q.linear.shape[:-1], self.is_mean_field)
+        return gram, vector
+
+    @torch.no_grad()
+    def move(
         self,
-        evaluate: Callable[[], Tensor],
-        parameters: Sequence[Tensor],
+        q: Natural,
+        gram: Tensor,
+        vector: Tensor,
+        slopes: Slopes,
         size: Size,
-        gaussian: GaussianTargets | None = None,
-        weight: float = 1.0,
-    ) -> tuple[Tensor, list[Tensor | None], Size]:
-        r"""Move q(u), then differentiate the loss at the new q(u).
+        reach: float | None,
+        reduce: Any,
+    ) -> tuple[Natural, list[Tensor], Tensor]:
+        r"""One step.
 
-        :param evaluate: Makes the loss, minus the bound per datum: ``lambda: -mll(model(x), y)``.
-        :param parameters: The parameters that another optimizer trains.
-        :param size: :math:`\rho`, see :meth:`step`.
-        :param gaussian: Of a single-output model with Gaussian noise, see :meth:`gaussian_targets`; saves a pass.
-        :param weight: Share of this process in the batch.
-        :return: The loss, its gradients, and the size of the natural step.
-        """
-        used = size
-
-        def before(strategy: Any, prior_mean: Tensor, projection: Tensor) -> None:
-            nonlocal used
-            assert gaussian is not None
-            self._note_gaussian(strategy, prior_mean, projection, gaussian, weight)
-            used = self.step(size)
-
-        if not self.entries:  # q(u) is frozen, in whole or in part
-            loss, used = evaluate(), 0.0
-        elif gaussian is not None:
-            with self.recording(before):
-                loss = evaluate()
-        else:
-            with self.recording() as records:
-                loss = evaluate()
-            self.gradients(loss, records, [], weight)
-            loss, used = self._guarded(evaluate, records, self._total(loss), size)
-        gradients = torch.autograd.grad(loss.sum(), list(parameters), allow_unused=True) if parameters else ()
-        return loss, list(gradients), used
-
-    def _guarded(
-        self, evaluate: Callable[[], Tensor], records: Sequence[Record], first: Tensor, size: Size
-    ) -> tuple[Tensor, Size]:
-        """A step after which the batch's loss is not much worse than before, with the loss at the new q(u).
-
-        Where the slopes depend on q(u), a mean may go much too far: a rate of exp(f) explodes. The precision is safe.
-        """
-        bound, fraction = first + _TOLERANCE * (1 + first.abs()), 1.0
-        for attempt in range(_MAX_HALVINGS + 2):
-            used = self.step(size, fraction) if attempt <= _MAX_HALVINGS else 0.0
-            error: Exception | None = None
-            try:
-                with self.recording(replay=records):
-                    loss = evaluate()
-            except NUMERICAL_ERRORS as caught:
-                loss, error = torch.full_like(first, math.inf), caught
-            after = self._total(loss)
-            if passed(~(after > bound) & torch.isfinite(after)):
-                break
-            if attempt <= _MAX_HALVINGS:
-                self.undo()
-                fraction /= 4
-        if error is not None:
-            raise error
-        if fraction < 1:
-            log.debug("a natural step of size %g made the loss much worse; the mean took %g of it", size, fraction)
-        return loss, used
-
-    def _total(self, loss: Tensor) -> Tensor:
-        """The loss of the whole batch, by which all processes decide alike."""
-        total = loss.detach().sum().double()
-        if self.reduce is not None:
-            self.reduce([total])
-        return total
-
-    def gaussian_targets(self, mll: Any, target: Tensor, **kwargs: Any) -> GaussianTargets | None:
-        """The slopes' ingredients for :meth:`train_step`, or None where a wrapper, a ``__call__`` of the model's own, missing
-        data or other noise stand in between.
-
-        :param mll: The objective.
-        :param target: :math:`y` of the batch.
-        :param kwargs: Arguments of the objective, such as ``noise=``.
-        """
-        likelihood, strategy = mll.likelihood, getattr(mll.model, "variational_strategy", None)
-        is_plain = len(self.strategies) == 1 and strategy is self.strategies[0] and not has_own_call(mll.model)
-        if not is_plain or not is_gaussian(likelihood) or observed(likelihood, target, target.shape[-1:]) is not None:
-            return None
-        return GaussianTargets(
-            target, gaussian_noise(likelihood, target.shape[:-1], target.shape[-1:], **kwargs).detach()
-        )
-
-    @contextmanager
-    def recording(self, before: Before | None = None, replay: Sequence[Record] = ()) -> Iterator[list[Record]]:
-        """``recorded_projections`` with q(u) as a constant."""
-        parameters = self.parameters
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        try:
-            with recorded_projections(before, replay) as records:
-                yield records
-        finally:
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-
-    def gradients(
-        self, loss: Tensor, records: Sequence[Record], parameters: Sequence[Tensor], weight: float = 1.0
-    ) -> list[Tensor | None]:
-        """Gradients of the loss, minus the bound per datum, in other parameters; the slopes are kept for :meth:`step`.
-
-        :param loss: The loss, summed over a batch of models if there is one.
-        :param records: Of the forward pass that led to it.
-        :param parameters: The parameters that another optimizer trains.
-        :param weight: Share of this process in the batch.
-        """
-        used = [
-            record
-            for record in records
-            if any(group.entry is not None for group in self._groups.get(id(record.strategy), ()))
-        ]
-        moments = [moment for record in used for moment in (record.mean, record.explained)]
-        found = torch.autograd.grad(loss.sum(), [*parameters, *moments], allow_unused=True)
-        gradients: list[Tensor | None] = list(found[: len(parameters)])
-        slopes = found[len(parameters) :]
-        self._pending = []
-        scale = -self.num_data * weight / self.beta
-        for i, record in enumerate(used):
-            by_mean, by_explained = (
-                torch.zeros_like(record.mean) if slope is None else slope * scale for slope in slopes[2 * i : 2 * i + 2]
-            )
-            self._note(record.strategy, record.projection, by_mean, -2 * by_explained)
-        return gradients
-
-    @torch.no_grad()
-    def _note_gaussian(
-        self, strategy: Any, prior_mean: Tensor, projection: Tensor, gaussian: GaussianTargets, weight: float
-    ) -> None:
-        """Slopes under Gaussian noise: nothing but q(u)'s mean is needed for them."""
-        mean = prior_mean
-        for group, rows in self._parts(strategy):
-            part = group.distributions[0]().mean if group.entry is None else group.entry.mean()
-            product = projection[..., rows, :].mT @ part.to(projection.dtype).unsqueeze(-1)
-            mean = mean + product.squeeze(-1).to(mean.dtype)
-        scale = self.num_data * weight / (self.beta * gaussian.values.size(-1))
-        curvature = (scale / gaussian.noise).expand(mean.shape)
-        self._pending = []
-        self._note(strategy, projection, (gaussian.values - mean) * curvature, curvature)
-
-    def _note(self, strategy: Any, projection: Tensor, slope: Tensor, curvature: Tensor) -> None:
-        """Slopes of the bound of all data, for every group of a strategy."""
-        curvature = curvature.clamp_min(0.0)
-        for group, rows in self._parts(strategy):
-            if group.entry is not None:
-                self._pending.append((group.entry, projection[..., rows, :], slope, curvature))
-
-    def _parts(self, strategy: Any) -> Iterator[tuple[Group, slice]]:
-        """The groups of a strategy, and which rows of the projection are theirs."""
-        groups = self._groups[id(strategy)]
-        return zip(groups, spans(group.num_rows for group in groups), strict=True)
-
-    @torch.no_grad()
-    def step(self, size: Size, fraction: float = 1.0) -> Size:
-        r"""Move q(u) by a fraction :math:`\rho` of the way to the optimum of the last batch.
-
+        :param gram: :meth:`sums`, over all processes.
+        :param vector: The same.
+        :param slopes: Of the batch.
         :param size: :math:`\rho`, above 0 and at most 1; a tensor in a graph.
-        :param fraction: Of the step that the mean takes.
-        :return: The size that was used, the smallest over the distributions: halved where a precision would not have been
-            positive definite, which is logged; 0 where nothing helped and q(u) is as it was.
+        :param reach: How far the mean of a point may move, where slopes depend on q(u): a rate of exp(f) explodes.
+        :param reduce: Sums and maxima over processes.
+        :return: The natural parameters, the values of :meth:`parameters`, and whether P is positive definite.
         """
-        self.forget()
-        if not self._pending:
-            return size
-        with full_precision(self._pending[0][1].device.type):
-            used = [self._move(*pending, size, fraction) for pending in self._pending]
-        return min(used) if isinstance(size, float) else size
+        matrix, old = slopes.matrix[..., self.rows, :], self.mean(q).to(q.linear)
+        gram, ascent = gram.to(q.precision), vector.to(q.linear) - old
+        limit: Size = 1 / self.num_coupled
+        mean_size: Size = size.clamp_max(limit) if isinstance(size, Tensor) else min(size, limit)
+        probe = q.probe
+        if self.is_mean_field:
+            precision = torch.lerp(q.precision, 1 + gram, size)
+            kappa, probe = self._curvature(precision, matrix, slopes.curvature, probe, reduce)
+            mean_size = kappa.reciprocal().clamp_max(mean_size)  # a larger one can diverge
+            direction = ascent / precision
+            apply: Callable[[Tensor], Tensor] = lambda vector: precision * vector
+        else:
+            precision = torch.lerp(q.precision, gram, size)
+            precision.diagonal(dim1=-1, dim2=-2).add_(size)
+            apply = lambda vector: (precision @ vector.unsqueeze(-1)).squeeze(-1)
+            direction = torch.empty(0)
+        if reach is not None:
+            if not self.is_mean_field:
+                direction = _solve(precision, ascent)
+            change = (matrix.mT @ direction.to(matrix).unsqueeze(-1)).abs().amax().double()  # max |A' dm|
+            change = reduce.largest(change)
+            mean_size = mean_size * (reach / (mean_size * change).clamp_min(1e-300)).clamp_max(1.0)
+        moved = Natural(precision, apply(old) + mean_size * ascent, probe)
+        values, ok = self._values(moved)
+        return moved, values, ok
 
-    def values_before(self) -> dict[int, Tensor]:
-        """The parameters of q(u) before the last step, by their ids."""
-        found: dict[int, Tensor] = {}
-        for entry in self.entries:
-            if entry.previous is not None:
-                found |= zip(map(id, entry.parameters()), entry.previous[1], strict=True)
-        return found
-
-    def forget(self) -> None:
-        """From here on the last step cannot be taken back."""
-        for entry in self.entries:
-            entry.previous = None
-
-    def undo(self) -> None:
-        """Take the last step back, once: for a loss that turned out not to be finite."""
-        for entry in self.entries:
-            entry.undo()
-
-    def _move(self, entry: Entry, rows: Tensor, slope: Tensor, curvature: Tensor, size: Size, fraction: float) -> Size:
-        q = entry.current()
-        batch_shape, is_mean_field = q.linear.shape[:-1], q.is_mean_field
-        sums = Sums(*(part.contiguous() for part in data_sums(rows, slope, curvature, batch_shape, is_mean_field)))
-        if self.reduce is not None:
-            self.reduce(sums)
-        mean, asked, probe = entry.mean(), size, entry.probe
-        for attempt in range(_MAX_HALVINGS + 1):
-            mean_size = self._mean_size(size, fraction)
-            if is_mean_field:
-                limit, probe = self._mean_field_limit(entry, sums, rows, curvature, size)
-                mean_size = limit.clamp_max(size if mean_size is None else mean_size)
-            moved = natural_step(q, sums, mean, size, mean_size)
-            if passed(entry.write(moved)):
-                entry.accept(moved, probe)
-                if attempt:
-                    log.warning(
-                        "a natural step of size %g would leave the positive definite matrices; taken: %g", asked, size
-                    )
-                return size
-            size /= 2
-        log.warning("a natural step of size %g was not taken: no smaller one gave a positive definite precision", asked)
-        return 0.0
-
-    def _mean_size(self, size: Size, fraction: float) -> Size | None:
-        """Size of the step of the mean, if it is another."""
-        if self._coupled == 1:
-            return None if fraction == 1.0 else fraction * size
-        limit = 1 / self._coupled
-        return fraction * (size.clamp_max(limit) if isinstance(size, Tensor) else min(size, limit))
-
-    def _mean_field_limit(
-        self, entry: Entry, sums: Sums, rows: Tensor, curvature: Tensor, size: Size
+    def _curvature(
+        self, precision: Tensor, matrix: Tensor, curvature: Tensor, vector: Tensor, reduce: Any
     ) -> tuple[Tensor, Tensor]:
-        r""":math:`1 / \kappa`, one per member of the batch, ``... x 1``, and the direction of that curvature."""
-        q = entry.q
-        assert q is not None
-        width = torch.lerp(q.precision, 1 + sums.gram.double(), size).rsqrt().to(rows.dtype)
-        vector = torch.ones_like(width) / width.size(-1) ** 0.5 if entry.probe is None else entry.probe.to(rows.dtype)
-        kappa = torch.ones_like(vector[..., :1])
+        r"""The largest eigenvalue of the curvature scaled by its diagonal, ``... x 1``, and its direction."""
+        width = precision.rsqrt().to(matrix)
+        vector = vector.to(matrix)
         for _ in range(_POWER_ITERATIONS):
             scaled = width * vector
-            weights = (rows.mT @ scaled.unsqueeze(-1)).squeeze(-1) * curvature.to(rows.dtype)
-            product = (rows @ weights.unsqueeze(-1)).squeeze(-1)
-            product = sum_to(product, width.shape[:-1], width.shape[-1:]).contiguous()
-            if self.reduce is not None:
-                self.reduce([product])
+            weights = (matrix.mT @ scaled.unsqueeze(-1)).squeeze(-1) * curvature.to(matrix)
+            product = sum_to((matrix @ weights.unsqueeze(-1)).squeeze(-1), width.shape[:-1], width.shape[-1:])
+            (product,) = reduce(product)
             product = width * (scaled + product)
             kappa = product.norm(dim=-1, keepdim=True)
             vector = product / kappa.clamp_min(torch.finfo(kappa.dtype).tiny)
-        return kappa.clamp_min(1.0).reciprocal(), vector.detach()
+        return kappa.double().clamp_min(1.0), vector.double()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Natural parameters of every distribution, and the parameters they belong to."""
-        return {
-            "entries": [
-                None if entry.q is None else {"q": tuple(entry.q), "written": entry.written, "probe": entry.probe}
-                for entry in self.entries
-            ]
-        }
+    def _values(self, q: Natural) -> tuple[list[Tensor], Tensor]:
+        if len(self.distributions) == 1:
+            return _parameters_of(self.distributions[0], q.precision, q.linear)
+        mean, values, ok = _solve(q.precision, q.linear), [], torch.isfinite(q.linear).all()
+        for distribution, rows in zip(self.distributions, self.within, strict=True):
+            block = q.precision[..., rows, rows]
+            found, is_fine = _parameters_of(distribution, block, (block @ mean[..., rows, None]).squeeze(-1))
+            values, ok = values + found, ok & is_fine
+        return values, ok
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state. If the model's q(u) is not the one it belongs to, the next step starts from the model's."""
-        entries = state["entries"]
-        if len(entries) != len(self.entries):
-            raise ValueError(
-                f"The state is for {len(entries)} groups of distributions; the model has {len(self.entries)}."
-            )
-        for entry, saved in zip(self.entries, entries, strict=True):
-            device = entry.parameters()[0].device
-            if saved is None:
-                entry.q, entry.written, entry.probe = None, (), None
-                continue
-            entry.q = NaturalParameters(*(tensor.to(device).clone() for tensor in saved["q"]))
-            entry.written = tuple(tensor.to(device).clone() for tensor in saved["written"])
-            entry.probe = None if saved["probe"] is None else saved["probe"].to(device).clone()
+
+def parts_of(model: torch.nn.Module) -> list[Part]:
+    """What natural gradients move: every Gaussian q(u) of our strategies, all of whose parameters are trained."""
+    strategies = [module for module in model.modules() if hasattr(module, "distributions")]
+    groups = [group for strategy in strategies for group in _groups(strategy)]
+    latents = [module.num_latents for module in model.modules() if isinstance(module, LMCVariationalStrategy)]
+    per_strategy = [sum(strategy is group[0] for group in groups) for strategy in strategies]
+    num_coupled = max([1, *per_strategy]) * max([1, *latents]) * max(1, len(strategies))
+    return [Part(*group, num_coupled) for group in groups if all(map(is_moved, group[1]))]
+
+
+def _groups(strategy: Any) -> list[tuple[Any, tuple[Any, ...], slice]]:
+    """All distributions of a strategy together if each has a full covariance, else each on its own."""
+    found = strategy.distributions
+    is_full = [is_moved(d) and not isinstance(d, MeanFieldVariationalDistribution) for d in found]
+    if all(is_full):
+        return [(strategy, tuple(found), slice(None))]
+    rows = spans(distribution.num_inducing_points for distribution in found)
+    return [(strategy, (d,), own) for d, own in zip(found, rows, strict=True)]
+
+
+def has_natural_step(distribution: Any) -> bool:
+    """Whether a distribution has natural parameters: Cholesky, natural, tril-natural or mean-field; not a point mass."""
+    return type(distribution) in _FORMS
+
+
+def is_moved(distribution: Any) -> bool:
+    """The same, and all of it is trained; Adam trains the rest of one that is frozen in part."""
+    return has_natural_step(distribution) and all(p.requires_grad for p in distribution.parameters())
+
+
+def vector_and_matrix(distribution: _VariationalDistribution) -> tuple[Tensor, Tensor]:
+    """The parameters of a distribution: a vector, and a matrix or the standard deviations."""
+    if isinstance(distribution, NaturalVariationalDistribution):
+        return distribution.natural_vec, distribution.natural_mat
+    if isinstance(distribution, TrilNaturalVariationalDistribution):
+        return distribution.natural_vec, distribution.natural_tril_mat
+    if isinstance(distribution, MeanFieldVariationalDistribution):
+        return distribution.variational_mean, distribution._variational_stddev
+    return distribution.variational_mean, distribution.chol_variational_covar
+
+
+def _natural_of(distribution: _VariationalDistribution) -> tuple[Tensor, Tensor]:
+    """(P, h) of a distribution's parameters, in float64."""
+    vector, matrix = (parameter.detach().double() for parameter in vector_and_matrix(distribution))
+    if isinstance(distribution, MeanFieldVariationalDistribution):
+        precision = matrix.square().reciprocal()
+        return precision, precision * vector
+    if isinstance(distribution, NaturalVariationalDistribution):
+        return -(matrix + matrix.mT), vector.clone()
+    if isinstance(distribution, TrilNaturalVariationalDistribution):
+        return matrix.tril().mT @ matrix.tril(), vector.clone()
+    inverse = triangular_inverse(matrix.tril())
+    return inverse.mT @ inverse, (inverse.mT @ (inverse @ vector.unsqueeze(-1))).squeeze(-1)
+
+
+def _parameters_of(
+    distribution: _VariationalDistribution, precision: Tensor, linear: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """The values that :func:`vector_and_matrix` should have, and whether they are of use."""
+    finite = torch.isfinite(linear).all()
+    if isinstance(distribution, MeanFieldVariationalDistribution):
+        ok = finite & ((precision > 0) & torch.isfinite(precision)).all()
+        return [linear / precision, precision.rsqrt()], ok
+    factor, ok = reversed_factor(precision)  # P = T'T
+    if isinstance(distribution, NaturalVariationalDistribution):
+        return [linear, -0.5 * precision], ok & finite
+    if isinstance(distribution, TrilNaturalVariationalDistribution):
+        return [linear, factor], ok & finite
+    root = triangular_inverse(factor)
+    return [(root @ (root.mT @ linear.unsqueeze(-1))).squeeze(-1), root], ok & finite
+
+
+def _solve(precision: Tensor, vector: Tensor) -> Tensor:
+    factor, _ = torch.linalg.cholesky_ex(precision)
+    return torch.cholesky_solve(vector.unsqueeze(-1), factor).squeeze(-1)

@@ -1,103 +1,153 @@
-"""What is trained: the modules, the loss of a batch, and the random numbers of a step."""
+"""What is trained: the modules, the objective, and the loss of a batch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
+from ..checks import check_device
 from ..collapsed import CollapsedGP
-from ..draws import seed_generators
+from ..data import first_parameter
+from ..draws import seed_generators, seed_of
+from ..gplvm import BayesianGPLVM, LatentVariableELBO
 from ..likelihoods.targets import check_objective
-from ..mlls.priors import log_prior
+from ..mlls import TighterELBO
+from ..mlls.priors import counts_twice, log_prior
+from ..posterior import has_own_call
+from ..strategies import TighterStrategy
 from . import distributed
 from .batches import Batch
-from .initialization import start_beta
-from .randomness import own_random_state, seed_of
+
+
+def gp_of(model: Any) -> Any:
+    """The GP within a model: the model itself, or its one part with a ``variational_strategy``, such as behind a network."""
+    if is_collapsed(model) or hasattr(model, "variational_strategy"):
+        return model
+    found = [module for module in model.modules() if hasattr(module, "variational_strategy")]
+    return found[0] if len(found) == 1 else model
+
+
+def is_collapsed(model: Any) -> bool:
+    """Whether a model has its data and trains on all of them at once."""
+    return isinstance(model, (ExactGP, CollapsedGP))
+
+
+def reference(model: Any, likelihood: Any) -> Tensor:
+    """A parameter whose dtype and device the data take."""
+    like = first_parameter(model, likelihood)
+    if like.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"fit needs a model in float32 or float64; got {like.dtype}. Convert it, such as model.float()."
+        )
+    check_device(likelihood, like.device, "The likelihood is")
+    return like
+
+
+def make_objective(model: Any, likelihood: Any, objective: Callable[..., Any], num_data: int) -> Any:
+    """What is maximised; None for a :class:`~tighter_gp.CollapsedGP`, which has a bound of its own."""
+    if isinstance(model, CollapsedGP):
+        if objective is not TighterELBO:
+            raise ValueError("A CollapsedGP is trained on its own bound: leave objective= out.")
+        return None
+    if objective is TighterELBO and isinstance(model, ExactGP):
+        return _ExactMLL(likelihood, model)
+    if objective is TighterELBO and isinstance(model, BayesianGPLVM):
+        objective = LatentVariableELBO
+    return objective(likelihood, gp_of(model), num_data)
+
+
+class _ExactMLL(ExactMarginalLogLikelihood):
+    """With each prior counted once: the kernel has the likelihood too."""
+
+    def _add_other_terms(self, res: Tensor, params: Any) -> Tensor:
+        for term in self.model.added_loss_terms():
+            res = res.add(term.loss(*params))
+        return res + log_prior(self.model, res.shape)
 
 
 class Problem:
-    """A model with its likelihood and objective, as the steps and the run see it. Nothing in it changes but parameters.
+    """A model with its likelihood and objective. Nothing in it changes but the values of parameters.
 
     :param model: The model.
     :param likelihood: Its likelihood.
-    :param objective: Is maximised: a module or a function of q(f) and targets. None for a
-        :class:`~tighter_gp.CollapsedGP`, which has its own.
+    :param objective: Is maximised: a module, or a function of q(f) and targets.
     :param num_data: Number of training points.
     :param seed: Seed of all that is random.
     :ivar parameters: All that is trained, by name.
     :ivar modules: The modules with a state, by name.
     """
 
-    def __init__(self, model: Any, likelihood: Any, objective: Any, num_data: int, seed: int) -> None:
+    def __init__(self, model: Any, likelihood: Likelihood, objective: Any, num_data: int, seed: int) -> None:
         self.model, self.likelihood, self.objective = model, likelihood, objective
-        self.num_data, self.seed = num_data, seed
+        self.gp, self.num_data, self.seed = gp_of(model), num_data, seed
         modules = {"model": model, "likelihood": likelihood, "objective": objective}
         self.modules = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
         self.parameters = self._trained()
         if not self.parameters:
-            raise ValueError(
-                "No parameter of the model, the likelihood or the objective requires a gradient; call requires_grad_() on those "
-                "to train."
-            )
+            raise ValueError("No parameter of the model, the likelihood or the objective requires a gradient.")
+        is_ours = any(isinstance(module, TighterStrategy) for module in model.modules())
+        # Whether strategies get the model's inputs as they are, and the keywords of its call.
+        self.is_plain = is_ours and model is self.gp and not has_own_call(model) and not isinstance(model, DeepGP)
+        # Whether q(f) of the model is that of its strategy; None where a first pass has to show it.
+        self.is_direct = True if self.is_plain else None
         self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
         self.device = next(iter(self.parameters.values())).device
 
     def _trained(self) -> dict[str, Tensor]:
-        tensors = _distinct(self.modules, torch.nn.Module.named_parameters)
-        return {name: parameter for name, parameter in tensors if parameter.requires_grad}
+        return {name: p for name, p in _distinct(self.modules) if p.requires_grad}
 
     def check_parameters(self) -> None:
         """Raise if others are to be trained than at the start."""
         now = self._trained()
-        changed = sorted(name for name in {**self.parameters, **now} if self.parameters.get(name) is not now.get(name))
-        if changed:
+        names = sorted(name for name in {**self.parameters, **now} if self.parameters.get(name) is not now.get(name))
+        if names:
             raise RuntimeError(
-                f"A callback froze, unfroze or replaced {', '.join(changed[:3])}, which fit cannot follow: end the run, return "
-                "True, and call fit again."
+                f"A callback froze, unfroze or replaced {', '.join(names[:3])}, which fit cannot follow: return True to end "
+                "the run, and call fit again."
             )
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Minus the objective per datum, summed over a batch of models."""
-        if isinstance(self.model, CollapsedGP):
-            return -(self.model.bound() + log_prior(self.model)) / self.num_data
-        if batch.x is None:
-            return -self.objective(batch.rows, batch.y, **batch.kwargs).sum()
-        is_exact = isinstance(self.model, ExactGP)  # which knows its points
-        q = self.model(batch.x, **({} if is_exact else self.positions(batch)))
-        value = self.objective(q, batch.y, **({} if is_exact else batch.kwargs))
-        check_objective(value, q, batch.y)
-        return -value.sum()
+    # -- the loss -----------------------------------------------------------------------------------------------------
 
-    def weighted_loss(self, batch: Batch) -> Tensor:
-        """The same times the weight of this process in the batch."""
-        loss = self.loss(batch)
-        return loss if batch.weight == 1 else loss * batch.weight
+    def q(self, batch: Batch, **options: Any) -> MultivariateNormal:
+        """Call the model on a batch.
 
-    def begin(self, batch: Batch, is_natural: bool) -> None:
-        """See :func:`~tighter_gp.training.initialization.start_beta`; and several models may not share a q(u) that natural
-        gradients move, since each pays its KL divergence, where a natural step pays once.
+        :param options: Of the strategy.
         """
-        if batch.x is not None and hasattr(self.model, "variational_strategy") and not isinstance(self.model, DeepGP):
-            q = self.model(batch.x, **self.positions(batch))
-            members = q.batch_shape.numel()
-            if is_natural and members > 1 and members > self.model.variational_strategy.kl_divergence().numel():
-                raise ValueError(
-                    f"A batch of {members} models shares one q(u), which natural gradients cannot move: give it "
-                    f"batch_shape={tuple(q.batch_shape)}, or pass natural_gradients=False."
-                )
-            average = partial(distributed.weighted_sum, weight=batch.weight)
-            start_beta(self.model, self.likelihood, q, batch.y, average=average, **batch.kwargs)
+        return self.model(batch.x, **self.positions(batch), **options)
+
+    def loss_of(self, q: MultivariateNormal, batch: Batch, **options: Any) -> Tensor:
+        """Minus the objective per datum, summed over a batch of models, times the weight of this process."""
+        value = self.objective(q, batch.y, **batch.kwargs, **options)
+        check_objective(value, q, batch.y)
+        return -value.sum() * batch.weight
+
+    def loss(self, batch: Batch, check: bool = True) -> Tensor:
+        """The same, with q(f) of the model.
+
+        :param check: Whether a strategy looks at once if all went well.
+        """
+        if isinstance(self.model, CollapsedGP):
+            return -(self.model.bound() + log_prior(self.model)) * (batch.weight / self.num_data)
+        if batch.x is None:  # of a latent-variable model
+            return -self.objective(batch.rows, batch.y, **batch.kwargs).sum() * batch.weight
+        if isinstance(self.model, ExactGP):
+            return -self.objective(self.model(batch.x), batch.y).sum() * batch.weight
+        return self.loss_of(self.q(batch, **self.unchecked(check)), batch)
+
+    def unchecked(self, check: bool) -> dict[str, bool]:
+        """The keyword that makes a strategy return NaN where something failed, instead of waiting for the device."""
+        return {} if check or not self.is_plain else {"check": False}
 
     def positions(self, batch: Batch) -> dict[str, Tensor]:
-        """The argument of the model that says which training points these are, if a conditional needs it."""
+        """The positions of a batch in the training set, if a conditional needs them."""
         if not self.needs_index:
             return {}
         if batch.rows is None:
@@ -113,15 +163,15 @@ class Problem:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Take over the values of a checkpoint, or of the best step."""
+        """Take over the values of :meth:`state`."""
         self.model.load_state_dict(state["model"])
         self.likelihood.load_state_dict(state["likelihood"])
         own = self._of_objective()
-        for name, value in state.get("objective", {}).items():  # which the first checkpoints did not have
+        for name, value in state["objective"].items():
             own[name].copy_(value)
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
-        """The same, to be kept."""
+        """A copy of :meth:`state`."""
         return {
             name: {key: value.detach().clone() for key, value in values.items()}
             for name, values in self.state().items()
@@ -129,28 +179,26 @@ class Problem:
 
     def _of_objective(self) -> dict[str, Tensor]:
         """Parameters and buffers of the objective that are in neither the model nor the likelihood."""
-        tensors = itertools.chain(
-            _distinct(self.modules, torch.nn.Module.named_parameters),
-            _distinct(self.modules, torch.nn.Module.named_buffers),
-        )
+        tensors = _distinct(self.modules, with_buffers=True)
         return {name.partition(".")[2]: tensor for name, tensor in tensors if name.startswith("objective.")}
 
-    # -- random numbers -----------------------------------------------------------------------------------------------
-
     def seed_step(self, step: int) -> None:
-        """Random numbers of a step, other ones in each process."""
+        """Seed the random numbers of a step, other ones in each process."""
         seed_generators(seed_of(self.seed, step, distributed.rank()), self.device)
 
-    def own_random_state(self) -> AbstractContextManager[None]:
-        """To be seeded at will within it."""
-        return own_random_state(self.device)
+
+def counts_a_prior_twice(objective: Any) -> bool:
+    """Whether an objective of GPyTorch reaches a module with a prior in two ways."""
+    is_stock = isinstance(objective, MarginalLogLikelihood) and type(objective).__module__.startswith("gpytorch.")
+    return is_stock and counts_twice(objective)
 
 
-def _distinct(modules: dict[str, torch.nn.Module], named: Any) -> Iterator[tuple[str, Tensor]]:
+def _distinct(modules: dict[str, torch.nn.Module], with_buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Each tensor once, under the name of the first module that has it."""
     seen: set[int] = set()
     for prefix, module in modules.items():
-        for name, tensor in named(module):
+        named = [*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]
+        for name, tensor in named:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}", tensor

@@ -1,85 +1,146 @@
-r"""Step sizes for natural gradients on q(u) with Adam on the rest, chosen by experiment, one setting for all.
+r"""How :func:`tighter_gp.fit` steps: natural gradients on q(u), Adam on the rest, with sizes chosen by experiment.
 
-q(u) is moved first. Its step size starts at 1, the optimum of the first batch, unless q(u) knows of data already. It falls as
-:math:`1/t`, which makes q(u) the mean over batches, is constant while the other parameters move, and falls further as they
-settle.
+q(u) moves first. Its first step has size 1, the optimum of the first batch, unless q(u) knows of data already. The size then
+falls as :math:`1/t`, which makes q(u) a mean over batches, stays constant while the other parameters move, and falls again
+at the end.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..likelihoods.properties import is_gaussian, is_sampled
 
 __all__ = ["Recipe"]
 
+_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "exponential": lambda done: 0.01**done,
+    "linear": lambda done: 1.0 - done,
+}
 
-class Recipe(NamedTuple):
-    r"""Step sizes as functions of how far a run is.
 
-    :param lr: Adam's learning rate for the hyperparameters.
-    :param inducing_lr: The same for inducing points, in units of the inputs' standard deviation; it falls as a cosine over the
-        whole run.
-    :param natural: Size of the natural step while the learning rate is constant: 0.2 for Gaussian noise; see
-        :meth:`for_likelihood`.
-    :param natural_full: Size of the natural step where every batch has all data, so that there is no noise to average out.
+@dataclass(frozen=True)
+class Recipe:
+    r"""Step sizes of :func:`~tighter_gp.fit`, and what it does where a step fails.
+
+    :param lr: Learning rate of Adam: default 0.2 for the hyperparameters, beside natural gradients, and 0.01 without.
+    :param inducing_lr: The same for inducing points, as a fraction of ``lr`` and in units of the inputs' standard deviation.
+    :param other_lr: The same for parameters that are not part of a GP, such as a network's weights.
+    :param natural: Size of the natural step, at most 1: default 0.2 for Gaussian noise, 0.05 for other likelihoods, 0.02 for
+        those that are sampled. 0: Adam for all parameters.
+    :param natural_full: The same where every batch has all data; default 0.9 for Gaussian noise, else 0.5.
     :param natural_end: Size of the natural step at the end, as a fraction of that.
     :param decay: Fraction of the run, at its end, over which the learning rate falls linearly to zero.
-    :param ramp: Steps over which the learning rate rises at the start, while q(u) finds its place.
+    :param ramp: Steps over which the learning rate rises at the start.
+    :param schedule: In place of ``decay`` and ``ramp``: ``"constant"``, ``"cosine"``, ``"linear"`` to zero, ``"exponential"``
+        to a hundredth, or a function of the fraction of the run that is done. It returns a factor on the learning rates.
+    :param compile: Whether steps are compiled: True, False, or by default on a CPU for runs that are long enough.
+    :param max_failures: Failed steps in a row after which the error is raised.
+    :param validate_every: Steps between validations; default an epoch, or a fiftieth of the run where that is longer.
+    :param checkpoint_every: Steps between checkpoints; default an epoch, and at least 100.
 
     Example:
-        >>> recipe = tighter_gp.training.recipe.Recipe()
+        >>> recipe = tighter_gp.Recipe()
         >>> [round(recipe.lr_factor(step, total=100), 3) for step in (0, 4, 49, 75, 99)]
         [0.2, 1.0, 1.0, 0.5, 0.02]
-        >>> sizes = [recipe.natural_size(s, 100) for s in (0, 1, 4, 49, 75, 99)]
-        >>> [round(size, 3) for size in sizes]
+        >>> [round(recipe.natural_size(step, total=100), 3) for step in (0, 1, 4, 49, 75, 99)]
         [1.0, 0.5, 0.2, 0.2, 0.125, 0.053]
     """
 
-    lr: float = 0.2
-    inducing_lr: float = 0.05
-    natural: float = 0.2
-    natural_full: float = 0.9
+    lr: float | None = None
+    inducing_lr: float = 0.25
+    other_lr: float = 0.01
+    natural: float | None = None
+    natural_full: float | None = None
     natural_end: float = 0.25
     decay: float = 0.5
     ramp: int = 5
+    schedule: str | Callable[[float], float] | None = None
+    compile: bool | str = "auto"
+    max_failures: int = 10
+    validate_every: int | None = None
+    checkpoint_every: int | None = None
 
-    @classmethod
-    def for_likelihood(cls, likelihood: Any) -> Recipe:
-        """The setting for a likelihood: smaller natural steps where slopes depend on q(u), smallest where they are sampled."""
-        if is_gaussian(likelihood):
-            return cls()
-        return cls(natural=0.02 if is_sampled(likelihood) else 0.05, natural_full=0.5)
+    def __post_init__(self) -> None:
+        for name in ("lr", "natural", "natural_full", "inducing_lr", "other_lr"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, numbers.Real) or not (0 < value < math.inf or (name == "natural" and value == 0)):
+                raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+            if name.startswith("natural") and value > 1:
+                raise ValueError(f"{name} is the size of a step, at most 1; got {value!r}.")
+            object.__setattr__(self, name, float(value))
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"compile must be True, False or 'auto'; got {self.compile!r}.")
+        if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:
+            raise ValueError(f"Unknown schedule {self.schedule!r}; choose one of {', '.join(_SCHEDULES)}.")
+        for tenth in range(11):
+            self._scheduled(tenth / 10)
+
+    def resolved(self, likelihood: Any, is_natural: bool) -> Recipe:
+        """The same with every size, for a likelihood."""
+        gaussian = is_gaussian(likelihood)
+        natural = 0.2 if gaussian else 0.02 if is_sampled(likelihood) else 0.05
+        full = self.natural or (0.9 if gaussian else 0.5)
+        if not is_natural:  # one rate for all parameters
+            schedule = self.schedule or "cosine"
+            return replace(self, lr=self.lr or 0.01, other_lr=self.lr or 0.01, natural=0.0, schedule=schedule)
+        return replace(
+            self,
+            lr=self.lr or 0.2,
+            other_lr=self.lr or self.other_lr,
+            natural=self.natural or natural,
+            natural_full=self.natural_full or full,
+        )
+
+    def described(self) -> str:
+        """What tells one from another, with some values in place of a function; not how often a run looks up."""
+        values = {name: getattr(self, name) for name in ("lr", "natural", "schedule", "decay", "ramp", "other_lr")}
+        if callable(self.schedule):
+            values["schedule"] = ", ".join(f"{self.schedule(done / 4):.4g}" for done in range(5))
+        return ", ".join(f"{name}={value}" for name, value in values.items())
 
     def lr_factor(self, step: int, total: int) -> float:
         """Factor on Adam's learning rates at a step, counted from 0."""
-        return self._schedule(step, total) * min(1.0, (step + 1) / self.ramp)
+        if self.schedule is not None:
+            return self._scheduled(step / total)
+        return self._falling(step, total) * min(1.0, (step + 1) / self.ramp)
 
     def inducing_lr_factor(self, step: int, total: int) -> float:
-        """The same factor for the learning rate of inducing points."""
-        return min(self.lr_factor(step, total), 0.5 * (1 + math.cos(math.pi * step / total)))
+        """The same for the learning rate of inducing points, which falls as a cosine over the whole run."""
+        usual = self.lr_factor(step, total)
+        return usual if self.schedule is not None else min(usual, 0.5 * (1 + math.cos(math.pi * step / total)))
 
-    def natural_size(
-        self,
-        step: int,
-        total: int,
-        share: float = 1.0,
-        full_batch: bool = False,
-        is_warm: bool = False,
-    ) -> float:
+    def natural_size(self, step: int, total: int, full_batch: bool = False, is_warm: bool = False) -> float:
         """Size of the natural step.
 
-        :param share: Size of this batch over that of the others; the last one of an epoch may be smaller.
         :param full_batch: Whether every batch has all data.
         :param is_warm: Whether q(u) knew of data at the start, which a first step of size 1 would throw away.
         """
-        first = 0.0 if is_warm else 1 / (step + 1)
+        first = 0.0 if is_warm or self.schedule is not None else 1 / (step + 1)
         if full_batch:
-            return max(self.natural_full, first)
-        factor = self._schedule(step, total)
-        size = self.natural * (factor + self.natural_end * (1 - factor))
-        return share * max(size, first)
+            return max(self.natural_full or 0.9, first)
+        factor = self._falling(step, total) if self.schedule is None else self._scheduled(step / total)
+        size = (self.natural or 0.2) * (factor + self.natural_end * (1 - factor))
+        return max(min(size, 1.0), first)
 
-    def _schedule(self, step: int, total: int) -> float:
+    def _falling(self, step: int, total: int) -> float:
         return min(1.0, (1 - step / total) / self.decay)
+
+    def _scheduled(self, done: float) -> float:
+        if self.schedule is None:
+            return 1.0
+        schedule = _SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
+        factor = float(schedule(done))
+        if not 0 <= factor < math.inf:
+            raise ValueError(
+                f"schedule must return a factor that is finite and at least 0; at {done:g} it is {factor}."
+            )
+        return factor
