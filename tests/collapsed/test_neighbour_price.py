@@ -49,7 +49,7 @@ def test_price_is_vecchias_and_has_the_limits():
     torch.testing.assert_close(price(none), tighter_gp.maths.bounds.log_penalty(p.d, p.noise))
     torch.testing.assert_close(price(every), tighter_gp.maths.bounds.full_penalty(p.D, p.noise))
     within = lambda rows: p.D[rows.unsqueeze(-1), rows.unsqueeze(-2)]
-    covariance, rows = Blocks(torch.arange(N) % 4).residual_blocks(p.d, within)
+    covariance, rows = Blocks(torch.arange(N) % 4).residual_blocks(N, within)
     torch.testing.assert_close(price(blocks), tighter_gp.maths.bounds.block_penalty(covariance, p.noise[rows]))
     assert price(every) < price(some) < price(none)
 
