@@ -19,8 +19,8 @@ from gpytorch.models import ApproximateGP, ExactGP
 from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
-from .collapsed import DataSums
 from .blocks import partition
+from .collapsed import DataSums
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound
 from .likelihoods.properties import gaussian_noise

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 # Torch has one random state for all threads: those that train take turns, step by step.
 _RANDOM_STATE = threading.RLock()
 

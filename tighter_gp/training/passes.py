@@ -31,7 +31,8 @@ class Pass(NamedTuple):
     @property
     def origins(self) -> list[Origin]:
         """What q(f) was made of, one per strategy."""
-        return [carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix)]
+        found = (carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix))
+        return [origin for origin in found if origin is not None]
 
 
 def project(problem: Problem, batch: Batch, check: bool) -> Projection:
@@ -48,7 +49,9 @@ def first_pass(problem: Problem, batch: Batch, check: bool) -> Pass:
     if batch.x is None:
         q_x = problem.model.latents.q(batch.rows)
         x = q_x.rsample(torch.Size([1]))  # the same draws in both passes  [1, B, Q]
-        at = lambda q: -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **batch.kwargs).bound * batch.weight
+        at = lambda q: (
+            -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **batch.kwargs).bound * batch.weight
+        )
         return Pass(problem.objective.q_f(x, batch.rows, **options), at)
     # Samples show no curvature by themselves.
     if isinstance(problem.objective, TighterELBO) and is_sampled(problem.likelihood):

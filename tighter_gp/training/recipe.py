@@ -69,10 +69,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("lr", "natural", "natural_full", "inducing_lr", "other_lr"):
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, numbers.Real) or not (0 < value < math.inf or (name == "natural" and value == 0)):
+            if not isinstance(value, numbers.Real | float) or not (0 < value < math.inf or (name == "natural" and value == 0)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}.")
             if name.startswith("natural") and value > 1:
                 raise ValueError(f"{name} is the size of a step, at most 1; got {value!r}.")
