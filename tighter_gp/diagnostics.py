@@ -243,7 +243,8 @@ def diagnose(
         posterior = posterior_of(model, torch.float64)
         if posterior.q.mean.dim() > 1 or posterior.prior(inputs[:1]).matrix.dim() > 2:
             raise ValueError("diagnose looks at one model at a time; this is a batch of them.")
-        _, sums = gathered(posterior.prior, inputs, y, noise, likelihood, batch_size)
+        prior, sums = gathered(posterior.prior, inputs, y, noise, likelihood, batch_size)
+        posterior = posterior._replace(prior=prior)
         base, upper, misfit = _collapsed(posterior, sums, inputs, y, noise, batch_size)
         labels = _labels(posterior, inputs, blocks)
         block = None if labels is None else base - _block_price(posterior, inputs, noise, labels)

@@ -64,6 +64,10 @@ class Posterior(NamedTuple):
             raise ValueError(f"Inputs must have shape ... x N x {wanted}, as in training; got {tuple(x.shape)}.")
         return self.moments(self.prior(x))
 
+    def factorized(self, x: Tensor) -> Posterior:
+        """The same with the factor of its inducing points, for several calls; ``x`` are some of the inputs."""
+        return self if self.prior.factor is not None else self._replace(prior=self.prior.factorized(x))
+
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
         mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
@@ -136,8 +140,7 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
     strategy = tighter_strategy(model)
     strategy.start_from_prior()
     points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)
-    prior = strategy.prior(dtype).factorized(points)
-    return Posterior(prior, strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
+    return Posterior(strategy.prior(dtype), strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
 
 
 def tighter_copy(model: ApproximateGP) -> ApproximateGP:

@@ -14,8 +14,8 @@ from gpytorch.likelihoods import GaussianLikelihood
 from tests.gplvm.test_elbo import curve
 from tests.tools import dense
 from tests.tools.golden import VECTORS
-from tighter_gp.maths import bounds
 from tighter_gp.gplvm import CollapsedBayesianGPLVM, LatentVariableELBO, VariationalLatents, collapsed, psi
+from tighter_gp.maths import bounds
 
 GOLDEN = next(case for case in VECTORS["gplvm"] if "psi1" in case["expected"])
 

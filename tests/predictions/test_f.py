@@ -141,6 +141,15 @@ def test_points_are_independent_and_the_tasks_of_one_are_not(kind):
     assert (between_tasks > 1e-3) == (kind == "mixed tasks")
 
 
+@pytest.mark.parametrize("kind", ["independent tasks", "mixed tasks"])
+def test_y_from_the_answer_is_y_from_the_model(kind):
+    model, likelihood, x = shake(MODELS[kind]()), gpytorch.likelihoods.MultitaskGaussianLikelihood(T), points()
+    y = torch.randn(N, T)
+    found = tighter_gp.log_density(likelihood, tighter_gp.predict(model, x), y)
+    torch.testing.assert_close(found, tighter_gp.predict_y(model, likelihood, x).log_prob(y))
+    torch.testing.assert_close(found, tighter_gp.log_density(likelihood, model(x), y))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_is_left_behind(kind):
     model = shake(MODELS[kind]()).train()

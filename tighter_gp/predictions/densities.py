@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 from torch.special import log_ndtr, ndtr
 
-from ..likelihoods.properties import has_gaussian_noise, has_one_function
+from ..likelihoods.properties import has_one_function
 from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
 from .given_f import density, distribution_function, entries, log_density, unchecked
 from .points import Marginals
@@ -328,13 +328,11 @@ _CLOSED_FORMS: tuple[tuple[Any, type[Density]], ...] = (
 
 
 def kind_of(likelihood: Any, f: Marginals, arguments: dict[str, Any]) -> type[Density]:
-    """The class that fits a likelihood; one of your own is known by the distribution that its ``forward`` returns.
+    """The class for a likelihood without Gaussian noise; one of your own is known by the distribution that ``forward`` returns.
 
     :param f: f at a point or more, in float64, to try ``forward`` on.
     :param arguments: Further arguments of ``forward`` for these points.
     """
-    if has_gaussian_noise(likelihood):
-        return Gaussian
     for base, kind in _CLOSED_FORMS:
         if type(likelihood).forward is base.forward:
             return kind

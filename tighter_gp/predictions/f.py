@@ -124,29 +124,39 @@ def f_at(
     if not len(rows):  # the shapes of the answer are those of one row
         one = f_at(model, like.new_zeros(*rows.shape[:-2], 1, rows.shape[-1]), batch_size, num_samples, seed, make)
         return one.rows(slice(0, 0))
-    with temporary_mode(model, False), full_precision(like.device.type), seeded(seed, like.device):
-        evaluate = _evaluation(inner, num_samples) if make is None else make()
-        parts = [
-            evaluate(transform(rows[part])).map(lambda value: value.to(like.dtype))
-            for part in chunks(len(rows), batch_size)
-        ]
-    return joined(parts)
+    spans = list(chunks(len(rows), batch_size))
+    with temporary_mode(model, False), full_precision(like.device.type):
+        if make is not None:
+            evaluate = make()
+        elif hasattr(inner, "f_at") or is_ours(inner):
+            evaluate = _own_f_at(inner, transform(rows[spans[0]]) if len(spans) > 1 else None)
+        else:
+            with seeded(seed, like.device):
+                return joined([_called(inner, transform(rows[span]), num_samples) for span in spans])
+        parts = [evaluate(transform(rows[span])) for span in spans]
+    return joined(parts).map(lambda value: value.to(like.dtype))
 
 
-def _evaluation(model: Any, num_samples: int | None) -> Evaluate:
-    """What gives q(f) at a chunk of inputs: the model's own ``f_at``, the projection, or a call."""
-    if hasattr(model, "f_at") or is_ours(model):
-        given = model if hasattr(model, "f_at") else posterior_of(model)
-        return lambda x: Marginals(*given.f_at(x))
+def _own_f_at(model: Any, first: Tensor | None) -> Evaluate:
+    """The model's own ``f_at``, or that of its projection.
 
-    def call(x: Tensor) -> Marginals:
-        with settings.num_likelihood_samples(num_samples or settings.num_likelihood_samples.value()):
-            q = model(x)
-        if not isinstance(q, MultivariateNormal):
-            raise TypeError(f"The model must return a MultivariateNormal in eval mode; got {type(q).__name__}.")
-        return marginals(q)
+    :param first: The first of several chunks, between which the factor of the inducing points is kept.
+    """
+    if hasattr(model, "f_at"):
+        return lambda x: Marginals(*model.f_at(x))
+    posterior = posterior_of(model)
+    if first is not None:
+        posterior = posterior.factorized(first)
+    return lambda x: Marginals(*posterior.f_at(x))
 
-    return call
+
+def _called(model: Any, x: Tensor, num_samples: int | None) -> Marginals:
+    """q(f) as the model returns it in eval mode, each point by itself."""
+    with settings.num_likelihood_samples(num_samples or settings.num_likelihood_samples.value()):
+        q = model(x)
+    if not isinstance(q, MultivariateNormal):
+        raise TypeError(f"The model must return a MultivariateNormal in eval mode; got {type(q).__name__}.")
+    return marginals(q)
 
 
 def is_ours(model: Any) -> bool:

@@ -47,7 +47,7 @@ class LastTerm:
         noise: Any,
         subset: int | Tensor,
     ) -> None:
-        self.posterior, self.name = posterior, last_term
+        self.name = last_term
         strategy: Any = posterior.strategy
         training: Any = posterior.training
         if strategy is not None:
@@ -61,6 +61,7 @@ class LastTerm:
             rows = subset[torch.isin(subset % x.size(-2), rows)] % x.size(-2)
             self.name = "exact"
         self.nearest = min(subset, len(rows)) if isinstance(subset, int) else 0
+        self.posterior = posterior = posterior.factorized(x)
         points = posterior.prior(x[..., rows, :])
         self.x, self.matrix, self.residual = x[..., rows, :], points.matrix, points.residual
         if strategy is not None:

@@ -9,16 +9,22 @@ import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
-from linear_operator.operators import BlockDiagLinearOperator, DenseLinearOperator, DiagLinearOperator
+from linear_operator import to_dense
+from linear_operator.operators import (
+    BlockDiagLinearOperator,
+    BlockInterleavedLinearOperator,
+    DenseLinearOperator,
+    DiagLinearOperator,
+    KroneckerProductLinearOperator,
+    SumBatchLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from ..likelihoods.properties import (
-    correlates_tasks,
     event_variance,
     gaussian_noise,
-    has_gaussian_noise,
     has_own_noise,
-    task_covariance,
 )
 
 
@@ -80,30 +86,51 @@ def marginals(q: MultivariateNormal) -> Marginals:
     """Those of q(f), ``... x N`` or ``... x N x T``; functions that are correlated keep their covariance."""
     if not isinstance(q, MultitaskMultivariateNormal):
         return Marginals(q.mean, event_variance(q))
-    if not correlates_tasks(q) or isinstance(q.lazy_covariance_matrix, DiagLinearOperator):
+    independent = (
+        BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator
+    )  # blocks of a task's points
+    if isinstance(q.lazy_covariance_matrix, (independent, DiagLinearOperator)):
         return Marginals(q.mean, event_variance(q), None, True)
-    covariance = task_covariance(q)
+    covariance = _point_blocks(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
     return Marginals(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
+
+
+def _point_blocks(covar: Any, shape: torch.Size, interleaved: bool = True) -> Tensor:
+    """Covariance of the tasks of each point, ``... x N x T x T``, without the whole matrix where its form is known."""
+    if isinstance(covar, SumLinearOperator):
+        return sum(_point_blocks(part, shape, interleaved) for part in covar.linear_ops)  # type: ignore[return-value]
+    if isinstance(covar, SumBatchLinearOperator):
+        return _point_blocks(covar.base_linear_op, shape, interleaved).sum(-4)
+    if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
+        points, tasks = covar.linear_ops  # as in an LMC
+        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)
+    if isinstance(covar, BlockDiagLinearOperator) and interleaved:  # as predict returns it
+        return to_dense(covar.base_linear_op)
+    if isinstance(covar, DiagLinearOperator) and interleaved:
+        return torch.diag_embed(covar.diagonal(dim1=-1, dim2=-2).unflatten(-1, shape))
+    sizes = shape if interleaved else shape[::-1]
+    blocks = to_dense(covar).unflatten(-1, sizes).unflatten(-3, sizes)  # [..., N, T, N, T]
+    return (
+        blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        if interleaved
+        else blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
+    )
 
 
 def joined(parts: Sequence[Marginals]) -> Marginals:
     """The points of all chunks, one chunk after the other."""
+    if len(parts) == 1:
+        return parts[0]
     first = parts[0]
     covariance = None if first.covariance is None else torch.cat([part.covariance for part in parts], -3)  # type: ignore[misc]
     mean, variance = (torch.cat([part[i] for part in parts], first.point_dim) for i in (0, 1))  # type: ignore[misc]
     return Marginals(mean, variance, covariance, first.is_several)
 
 
-def needs_inputs(likelihood: Any) -> bool:
-    """Whether the noise may depend on the inputs: by a noise model of your own, or by a column that holds the task."""
-    by_column = getattr(likelihood, "task_feature_index", None) is not None
-    return has_gaussian_noise(likelihood) and (by_column or has_own_noise(likelihood))
-
-
-def add_noise(likelihood: Any, f: Marginals, inputs: Tensor | None = None, **given: Tensor) -> Marginals:
+def add_noise(likelihood: Any, f: Marginals, inputs: Any = None, **given: Tensor) -> Marginals:
     """Y under a Gaussian likelihood: f with the noise added, once.
 
-    :param inputs: The points, for noise that depends on them.
+    :param inputs: The points, or what gives them for a slice, for noise that depends on them.
     :param given: ``noise=``, a variance per point or one for all; ``tasks=``, the task of each point.
     """
     shape = f.mean.shape
@@ -115,15 +142,16 @@ def add_noise(likelihood: Any, f: Marginals, inputs: Tensor | None = None, **giv
         matrix = likelihood._shaped_noise_covar(torch.Size([*shape[:-2], 1, shape[-1]])).to_dense()
         return _add_matrix(f, matrix.unsqueeze(-3), has_covariance=getattr(likelihood, "rank", 0) > 0)
     if inputs is not None and has_own_noise(likelihood):
-        noise = likelihood._shaped_noise_covar(shape, inputs, **given).diagonal(dim1=-1, dim2=-2)
+        noise = likelihood._shaped_noise_covar(shape, inputs[:], **given).diagonal(dim1=-1, dim2=-2)
     else:
+        column = getattr(likelihood, "task_feature_index", None)
         if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and "noise" not in given:
             raise ValueError(
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
                 "point, or one number for all."
             )
-        if inputs is not None and "tasks" not in given:
-            given = {"tasks": inputs[..., likelihood.task_feature_index].reshape(-1)}
+        if inputs is not None and column is not None and "tasks" not in given:
+            given = {"tasks": inputs[:][..., column].reshape(-1)}
         if "noise" in given:
             given = {"noise": given["noise"].to(f.mean).expand(*given["noise"].shape[:-1], shape[-1])}
         noise = gaussian_noise(likelihood, shape[: f.point_dim], shape[f.point_dim :], **given)

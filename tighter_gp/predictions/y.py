@@ -24,7 +24,7 @@ from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
 from .densities import Classes, Density, Gaussian, OneFunction, kind_of, log_mean
 from .f import f_at
-from .points import Marginals, add_noise, marginals, needs_inputs
+from .points import Marginals, add_noise, marginals
 
 _LARGEST = 2**22  # entries of one tensor on the way
 
@@ -78,7 +78,7 @@ def predict_y(
     return PredictiveDistribution(
         likelihood,
         f,
-        inputs=input_rows(x, f.mean)[:] if needs_inputs(likelihood) else None,
+        inputs=input_rows(x, f.mean),
         is_mixture=is_deep,
         batch_size=batch_size,
         num_samples=1024 if num_samples is None or is_deep else num_samples,
@@ -116,7 +116,7 @@ class PredictiveDistribution:
         likelihood: Any,
         q: MultivariateNormal | Marginals,
         *,
-        inputs: Tensor | None = None,
+        inputs: Any = None,
         is_mixture: bool = False,
         batch_size: int = 1024,
         num_samples: int = 1024,
@@ -124,10 +124,11 @@ class PredictiveDistribution:
         **arguments: Any,
     ) -> None:
         check_arguments(likelihood, arguments)
-        f = (q if isinstance(q, Marginals) else marginals(q)).map(Tensor.detach)
+        f = q if isinstance(q, Marginals) else marginals(q).map(Tensor.detach)
         rows_of = lambda value: Rows(value, f.mean)[:] if isinstance(value, np.ndarray) else value
         given = {name: torch.as_tensor(rows_of(value), device=f.mean.device) for name, value in arguments.items()}
-        if has_gaussian_noise(likelihood):
+        is_gaussian = has_gaussian_noise(likelihood)
+        if is_gaussian:
             f, given = add_noise(likelihood, f, inputs, **given), {}
         else:
             likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
@@ -136,9 +137,8 @@ class PredictiveDistribution:
         self._batch_size, self._seed = batch_size, seed
         # The components of a mixture are draws themselves.
         self._num_samples = max(16, num_samples // self._num_components) if is_mixture else num_samples
-        part, first = self._part(slice(0, 1))
-        self._kind = kind_of(likelihood, part, first)
-        self._is_exact = self._kind is Gaussian and not is_mixture  # y is Gaussian
+        self._kind = Gaussian if is_gaussian else kind_of(likelihood, *self._part(slice(0, 1)))
+        self._is_exact = is_gaussian and not is_mixture  # y is Gaussian
 
     def __repr__(self) -> str:
         shape = tuple(self._f.mean.shape)

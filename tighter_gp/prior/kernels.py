@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ..maths.derivatives import once_differentiable
 
+# Dimensions up to which scaled inputs and their gradients are kept in float64, and their norms ride in the product.
+_FEW_DIMENSIONS = 64
+
 # From squared distances, which are overwritten, to the covariance and its derivative in them.
 Profile = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -38,7 +41,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         scale, base = kernel.outputscale.to(x.dtype).unsqueeze(-1).unsqueeze(-1), kernel.base_kernel
         profile = _profile(base)
         if profile is not None:  # in one pass over the matrix
-            return _Stationary.apply(_scaled(base, x, rows), rows, columns, scale, profile)
+            return _Stationary.apply(_scaled(base, x, rows), rows, columns, scale, profile, x.dtype)
         return scale * covariance(base, x, rows, columns, is_selected=True)
     if kind in _COMBINED:
         return reduce(_COMBINED[kind], (covariance(part, x, rows, columns) for part in kernel.kernels))
@@ -46,15 +49,17 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         return (x[..., rows, :] * kernel.variance.to(x.dtype)) @ x[..., columns, :].mT
     if kind is kernels.RQKernel:
         alpha = kernel.alpha.to(x.dtype).unsqueeze(-1)  # [..., 1, 1]
-        squared = _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, _squared)
+        squared = _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, _squared, x.dtype)
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
     if kind is kernels.MaternKernel and kernel.nu == 0.5:  # its kink asks for distances from differences
-        x = _scaled(kernel, x, rows)
-        first, second = x[..., rows, :], x[..., columns, :]
-        return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist").neg().exp()
+        scaled = _scaled(kernel, x, rows)
+        distance = torch.cdist(
+            scaled[..., rows, :], scaled[..., columns, :], compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        return distance.to(x.dtype).neg().exp()
     profile = _profile(kernel)
     if profile is not None:
-        return _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, profile)
+        return _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, profile, x.dtype)
     return _by_gpytorch(kernel, x[..., rows, :], x[..., columns, :])
 
 
@@ -85,7 +90,8 @@ def _select(kernel: Kernel, x: Tensor, is_selected: bool) -> Tensor:
 
 
 def _scaled(kernel: Kernel, x: Tensor, rows: slice) -> Tensor:
-    """Inputs in lengthscales, around the middle of the first: far from zero they have few digits left to lose."""
+    """Inputs in lengthscales, around the middle of the first; of few dimensions in float64, as their distances are."""
+    x = x.double() if x.size(-1) <= _FEW_DIMENSIONS else x
     lengthscale = kernel.lengthscale.to(x.dtype)  # [..., 1, D or 1]
     return (x - x.detach()[..., rows, :].mean(-2, keepdim=True)) * lengthscale.reciprocal()
 
@@ -126,8 +132,10 @@ class _Stationary(torch.autograd.Function):
     """A scaled function of squared distances, with a backward pass of two thin products and no root to differentiate."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile) -> Tensor:
-        value, slope = profile(squared_distance(x, rows, columns))
+    def forward(
+        ctx, x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile, dtype: torch.dtype
+    ) -> Tensor:
+        value, slope = profile(squared_distance(x, rows, columns).to(dtype))
         value = value if scale is None else scale * value
         ctx.save_for_backward(x, scale, slope, value)
         ctx.slices = rows, columns
@@ -145,18 +153,15 @@ class _Stationary(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # The derivative of |a - b|^2 is 2 (a - b) in a and the opposite in b.
             first, second, by_x = x[..., rows, :], x[..., columns, :], torch.zeros_like(x)
+            weights = weights.to(x.dtype)  # small differences of large sums, where inputs lie far apart
             by_x[..., columns, :] = torch.addcmul(-(weights.mT @ first), weights.sum(-2).unsqueeze(-1), second)
             by_x[..., rows, :] += weights.sum(-1, keepdim=True) * first - weights @ second
             by_x.mul_(2)
-        return by_x, None, None, by_scale, None
-
-
-# Dimensions up to which the norms ride in the product of a squared distance.
-_FEW_DIMENSIONS = 64
+        return by_x, None, None, by_scale, None, None
 
 
 def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Squared Euclidean distances by one product in float64, ``... x N1 x N2``, in the dtype of the inputs.
+    """Squared Euclidean distances by one product in float64, ``... x N1 x N2``.
 
     Zero on the main diagonal if both begin with the same inputs.
     """
@@ -168,7 +173,7 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
         squared = left @ torch.cat([second, torch.ones_like(norm2), norm2], -1).mT
     else:
         squared = (first @ second.mT).mul_(-2).add_(norm1).add_(norm2.mT)
-    squared = squared.to(x.dtype).clamp_min_(0)
+    squared = squared.clamp_min_(0)
     if (rows.start or 0) == (columns.start or 0):
         squared.diagonal(dim1=-1, dim2=-2).zero_()
     return squared
@@ -195,10 +200,8 @@ class _Dense(torch.nn.Module):
 
 
 def _by_gpytorch(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
-    """A kernel by GPyTorch, with its parameters in the dtype of the inputs."""
+    """A kernel by GPyTorch, in float64: nothing is known of its errors."""
     module = _Dense(kernel)
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    wide = {name: value.to(x1.dtype) for name, value in tensors.items() if value.is_floating_point()}
-    if all(value is tensors[name] for name, value in wide.items()):
-        return module(x1, x2, diag)
-    return torch.func.functional_call(module, wide, (x1, x2, diag))
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+    return torch.func.functional_call(module, wide, (x1.double(), x2.double(), diag)).to(x1.dtype)

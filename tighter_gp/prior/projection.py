@@ -100,7 +100,7 @@ class Prior:
         matrix, residual, ok = self._project(covar, *known)
         if not check:
             return Projection(mean, matrix, residual.where(ok, torch.nan))
-        if not bool(ok):
+        if not _passed(ok):
             raise_if_not_finite(x)
             matrix, residual, _ = self._project(covar, self._wide_factor(covar))
         return Projection(mean, matrix, residual)
@@ -112,7 +112,7 @@ class Prior:
         """
         _, covar = self.joint(x, **kwargs)
         factor, cross, ok = self._factor(covar, self._first_dtype(x.dtype))
-        if not bool(self._project(covar, factor, cross, ok)[2]):
+        if not _passed(self._project(covar, factor, cross, ok)[2]):
             raise_if_not_finite(x)
             factor = self._wide_factor(covar)
         return Prior(self.joint, self.num_inducing, self.jitter, self.noise, self.dtype, factor)
@@ -212,6 +212,11 @@ class Prior:
         if factor.limit is not None and variance.numel():
             ok = ok & (variance.detach().amax() <= factor.limit)
         return matrix, residual, ok
+
+
+def _passed(ok: Tensor) -> bool:
+    """The one value that is read back from a device; nothing is where there are no values, or only their trace."""
+    return ok.is_meta or torch.jit.is_tracing() or bool(ok)
 
 
 def _wide() -> torch.dtype:

@@ -31,8 +31,7 @@ class Pass(NamedTuple):
     @property
     def origins(self) -> list[Origin]:
         """What q(f) was made of, one per strategy."""
-        found = (carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix))
-        return [origin for origin in found if origin is not None]
+        return [carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix)]
 
 
 def project(problem: Problem, batch: Batch, check: bool) -> Projection:
@@ -48,10 +47,9 @@ def first_pass(problem: Problem, batch: Batch, check: bool) -> Pass:
     options = problem.unchecked(check)
     if batch.x is None:
         q_x = problem.model.latents.q(batch.rows)
-        x = q_x.rsample(torch.Size([1]))  # the same draws in both passes  [1, B, Q]
-        at = lambda q: (
-            -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **batch.kwargs).bound * batch.weight
-        )
+        kwargs = {**batch.kwargs}
+        x = q_x.rsample(torch.Size([kwargs.pop("num_samples", 1)]))  # the same draws in both passes  [S, B, Q]
+        at = lambda q: -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **kwargs).bound * batch.weight
         return Pass(problem.objective.q_f(x, batch.rows, **options), at)
     # Samples show no curvature by themselves.
     if isinstance(problem.objective, TighterELBO) and is_sampled(problem.likelihood):
