@@ -20,6 +20,7 @@ from .export import export_predictor
 from .full_data import evaluate_bound, set_optimal_q
 from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
+from .neighbours import NeighbourGP
 from .predictions import PredictiveDistribution, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import Recipe, fit, initialize
@@ -29,6 +30,7 @@ __version__ = "0.4.0.dev0"
 __all__ = [
     "Blocks",
     "CollapsedGP",
+    "NeighbourGP",
     "PerPoint",
     "PredictiveDistribution",
     "Recipe",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .blocks import partition
 from .collapsed import DataSums
+from .collapsed.prices import earlier_neighbours, price, rows_within
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound
 from .likelihoods.properties import gaussian_noise
@@ -48,6 +49,7 @@ _TITLES = {
     "spherical": "one scale, F5",
     "tighter": "tighter, F4",
     "block": "blocks, FB",
+    "neighbours": "neighbours",
     "full": "full, F8",
     "evidence": "log evidence",
     "upper": "upper bound",
@@ -72,6 +74,7 @@ class Diagnosis:
     :ivar float spherical: :math:`F_5`, one scale for all points.
     :ivar float tighter: :math:`F_4`.
     :ivar block: :math:`F_B`, or None without blocks.
+    :ivar neighbours: The bound with neighbours, or None without.
     :ivar full: :math:`F_8`, or None for many points.
     :ivar evidence: :math:`\log p(y)`, or None for many points.
     :ivar float upper: An upper bound on :math:`\log p(y)` at any :math:`N` (Titsias, 2014).
@@ -101,6 +104,7 @@ class Diagnosis:
     spherical: float
     tighter: float
     block: float | None
+    neighbours: float | None
     full: float | None
     evidence: float | None
     upper: float
@@ -193,6 +197,8 @@ def diagnose(
     y: Tensor | np.ndarray,
     *,
     blocks: Tensor | int | None = None,
+    num_neighbours: int | None = None,
+    seed: int = 0,
     max_exact: int = 2000,
     batch_size: int = 1024,
     **kwargs: Any,
@@ -211,6 +217,8 @@ def diagnose(
     :param y: Training targets, ``N``; a tensor or an array.
     :param blocks: For :math:`F_B`: the block of each point, integers of shape ``N``, or a number of blocks to make with
         :func:`~tighter_gp.blocks.partition`. Default: the model's own, if it has any.
+    :param num_neighbours: For the bound with so many neighbours, which takes :math:`O(N^2 M)`.
+    :param seed: Of the order of the rows for it.
     :param max_exact: :math:`F_8` and the evidence itself are computed for at most this many points.
     :param batch_size: Points per chunk; the result does not depend on it.
     :param kwargs: ``noise=`` for :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
@@ -248,6 +256,11 @@ def diagnose(
         base, upper, misfit = _collapsed(posterior, sums, inputs, y, noise, batch_size)
         labels = _labels(posterior, inputs, blocks)
         block = None if labels is None else base - _block_price(posterior, inputs, noise, labels)
+        neighbours = None
+        if num_neighbours is not None:
+            rows = inputs[:]
+            sets = earlier_neighbours(prior, rows, noise, num_neighbours, seed)
+            neighbours = base - price("neighbours", sums.residual, noise, rows_within(prior, rows), sets=sets)
         if len(y) <= max_exact:
             every = inputs[:]
             points, covariance = posterior.prior(every), posterior.prior.covariance(every, every, torch.float64)
@@ -270,8 +283,11 @@ def diagnose(
         current=_item(current),
         jitter=jitter,
         nystrom=base.item(),
-        **{name: (base - price(residual, noise)).item() for name, price in PENALTIES.items()},  # three of the bounds
+        **{
+            name: (base - penalty(residual, noise)).item() for name, penalty in PENALTIES.items()
+        },  # three of the bounds
         block=_item(block),
+        neighbours=_item(neighbours),
         full=_item(full),
         evidence=_item(evidence),
         upper=upper.item(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from .blocks import block_chunks
 from .checks import check_device, check_dims
 from .collapsed import CollapsedGP
-from .collapsed.prices import price
+from .collapsed.prices import earlier_neighbours, price, rows_within
 from .conditionals import Blocks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
@@ -218,9 +218,11 @@ def _collapsed_bound(
     check_device(y, device, "Targets are")
     check_device(likelihood, device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    neighbours: tuple[int, ...] = ()
     with temporary_mode(model, False), full_precision(y.device.type):
         if isinstance(model, CollapsedGP):
             name, blocks, prior = model.bound_name, None, model.prior(torch.float64)
+            neighbours = model.num_neighbours, model.seed
         else:
             prior = exact_gp_prior(model, torch.float64)
             name, blocks = model.covar_module.bound, model.covar_module.blocks
@@ -234,7 +236,7 @@ def _collapsed_bound(
             left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
             misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
         log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
-        cost = _price(prior, name, blocks, x, sums.residual, noise, seen)
+        cost = _price(prior, name, blocks, x, sums.residual, noise, seen, *neighbours)
     quadratic = misfit + core.weights.square().sum(-1)
     # A batch of models may miss different targets.
     constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
@@ -242,7 +244,14 @@ def _collapsed_bound(
 
 
 def _price(
-    prior: Prior, name: str, blocks: Blocks | None, x: Rows, residual: Tensor, noise: Tensor, seen: Tensor
+    prior: Prior,
+    name: str,
+    blocks: Blocks | None,
+    x: Rows,
+    residual: Tensor,
+    noise: Tensor,
+    seen: Tensor,
+    *neighbours: int,
 ) -> Tensor:
     """The price of the residual at the targets that there are."""
     if seen.dim() > 1 and not bool(seen.all()):
@@ -253,8 +262,12 @@ def _price(
         rows = seen.nonzero().squeeze(-1)
         blocks = None if blocks is None else Blocks(blocks.labels[rows])
 
+    inputs = x[rows]
+    if name == "neighbours":
+        sets = earlier_neighbours(prior, inputs, noise[rows], *neighbours)
+        return price(name, residual[rows], noise[rows], rows_within(prior, inputs), sets=sets)
+
     def within(sets: Tensor) -> Tensor:
-        inputs = x[rows]
         return prior.residual_within(prior(inputs), inputs, sets)
 
     return price(name, residual[..., rows], noise[..., rows], within, blocks)

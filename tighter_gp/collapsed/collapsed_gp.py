@@ -15,15 +15,18 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from ..likelihoods.family import family, gaussian_noise
-from ..maths.bounds import PENALTIES, check_bound
+from ..maths.bounds import PENALTIES, check_bound, log_penalty
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, explained_moments
 from ..prior import Prior
 from ..prior.projection import raise_if_not_finite
 from .core import chunked_bound, data_sums, detached, parameters_of
+from .prices import earlier_neighbours
 
 if TYPE_CHECKING:
     import numpy as np
+
+_BOUNDS = (*PENALTIES, "neighbours")
 
 
 def collapsed_bound(
@@ -34,6 +37,8 @@ def collapsed_bound(
     noise: Tensor | np.ndarray | float,
     *,
     bound: str = "tighter",
+    num_neighbours: int = 20,
+    seed: int = 0,
     chunk_size: int = 4096,
     jitter_val: float = 0.0,
 ) -> Tensor:
@@ -48,7 +53,10 @@ def collapsed_bound(
     :param x: Inputs, ``N x D`` or ``N``. Tensors or numpy arrays, here and below; their precision is that of the bound.
     :param y: Targets less the prior mean, ``N``.
     :param noise: :math:`\sigma_n^2`, one number or one per row.
-    :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
+    :param bound: ``"tighter"``, ``"spherical"``, ``"titsias"`` or ``"neighbours"``.
+    :param num_neighbours: For ``"neighbours"``: how many earlier rows each row may be correlated with under q(f|u). They are
+        chosen at the given hyperparameters, in :math:`O(N^2 M)`.
+    :param seed: Of the order of the rows.
     :param chunk_size: Rows per chunk.
     :param jitter_val: Added to :math:`K_{ZZ}`.
 
@@ -59,13 +67,15 @@ def collapsed_bound(
         >>> value.shape
         torch.Size([])
     """
-    check_bound(bound, tuple(PENALTIES))
+    check_bound(bound, _BOUNDS)
     device = next((parameter.device for parameter in kernel.parameters()), None)
     x, y, inducing_points = _tensors(x, y, inducing_points, device)
     variances = _tensor(noise).to(y).expand(y.shape)
     points = detached(inducing_points)
     prior = kernel_prior(kernel, points[1], variances.detach(), jitter_val)
-    return chunked_bound(prior, x, y, variances, PENALTIES[bound], chunk_size, [*parameters_of(kernel), points])
+    sets = earlier_neighbours(prior, x, variances, num_neighbours, seed) if bound == "neighbours" else None
+    price = PENALTIES.get(bound, log_penalty)
+    return chunked_bound(prior, x, y, variances, price, chunk_size, [*parameters_of(kernel), points], sets)
 
 
 def kernel_prior(
@@ -125,7 +135,10 @@ class CollapsedGP(Module):
     :param covar_module: Kernel.
     :param likelihood: Gaussian likelihood.
     :param mean_module: Mean; default zero.
-    :param bound: ``"tighter"``, ``"spherical"`` or ``"titsias"``.
+    :param bound: ``"tighter"``, ``"spherical"``, ``"titsias"`` or ``"neighbours"``.
+    :param num_neighbours: For ``"neighbours"``: how many earlier rows each row may be correlated with under q(f|u). They are
+        chosen now, in :math:`O(N^2 M)`, and again by :meth:`choose_neighbours`: training needs an objective that stays.
+    :param seed: Of the order of the rows.
     :param chunk_size: Rows per chunk.
     :param jitter_val: Added to :math:`K_{ZZ}`.
 
@@ -148,13 +161,15 @@ class CollapsedGP(Module):
         mean_module: Mean | None = None,
         *,
         bound: str = "tighter",
+        num_neighbours: int = 20,
+        seed: int = 0,
         chunk_size: int = 4096,
         jitter_val: float = 0.0,
     ) -> None:
         super().__init__()
         if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
-        check_bound(bound, tuple(PENALTIES))
+        check_bound(bound, _BOUNDS)
         own = next(covar_module.parameters(), torch.empty(0))
         x, y, inducing_points = _tensors(x, y, inducing_points, own.device)
         self.register_buffer("train_x", x, persistent=False)
@@ -163,7 +178,16 @@ class CollapsedGP(Module):
         self.covar_module, self.likelihood = covar_module, likelihood
         self.mean_module = mean_module if mean_module is not None else ZeroMean()
         self.bound_name, self.chunk_size, self.jitter_val = bound, chunk_size, jitter_val
+        self.num_neighbours, self.seed = num_neighbours, seed
         self.to(torch.promote_types(x.dtype, own.dtype))
+        self.register_buffer("neighbours", None)
+        if bound == "neighbours":
+            self.choose_neighbours()
+
+    def choose_neighbours(self) -> None:
+        """For ``bound="neighbours"``: each row's neighbours, at the present hyperparameters."""
+        arguments = (self.train_noise, self.num_neighbours, self.seed)
+        self.neighbours = earlier_neighbours(self.prior(), self.train_x, *arguments)
 
     @property
     def train_noise(self) -> Tensor:
@@ -182,15 +206,9 @@ class CollapsedGP(Module):
         """The bound on the log evidence, summed over the data."""
         leaves = parameters_of(self.covar_module, self.mean_module)
         leaves.append((self.inducing_points, self.inducing_points))
-        return chunked_bound(
-            self.prior(),
-            self.train_x,
-            self.train_y,
-            self.train_noise,
-            PENALTIES[self.bound_name],
-            self.chunk_size,
-            leaves,
-        )
+        price, noise = PENALTIES.get(self.bound_name, log_penalty), self.train_noise
+        data = (self.train_x, self.train_y, noise)
+        return chunked_bound(self.prior(), *data, price, self.chunk_size, leaves, self.neighbours)
 
     @torch.no_grad()
     def posterior(self, dtype: torch.dtype | None = None) -> tuple[Prior, Whitened]:

@@ -22,6 +22,7 @@ from ..maths.derivatives import once_differentiable
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
 from ..prior import Prior, Projection
+from .prices import SETS, neighbour_price, rows_within
 
 # From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
 Price = Callable[[Tensor, Tensor], Tensor]
@@ -108,6 +109,7 @@ def chunked_bound(
     price: Price,
     chunk_size: int,
     leaves: list[tuple[Tensor, Tensor]],
+    sets: Tensor | None = None,
 ) -> Tensor:
     r"""A collapsed bound of one model, summed over the data, with its gradient.
 
@@ -120,6 +122,7 @@ def chunked_bound(
     :param price: Price of the residual variances.
     :param chunk_size: Rows per chunk.
     :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
+    :param sets: For neighbours, whose price takes the place of ``price``: each point after its neighbours, ``N x S``.
     :return: A scalar; it cannot be differentiated twice.
     """
     pairs = [*leaves, detached(x), detached(y), detached(noise)]
@@ -127,6 +130,12 @@ def chunked_bound(
     pairs = [pair for pair in pairs if pair[0].requires_grad and torch.is_grad_enabled()]
     outside, inside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     gradients = [torch.zeros_like(tensor) for tensor in inside]
+
+    def add_gradients(value: Tensor) -> None:
+        found = torch.autograd.grad(value, inside, allow_unused=True, retain_graph=True)
+        for total, gradient in zip(gradients, found, strict=True):
+            total += 0 if gradient is None else gradient
+
     rows_of = [slice(start, start + chunk_size) for start in range(0, x.size(-2), chunk_size)]
     with torch.set_grad_enabled(bool(pairs)), full_precision(x.device.type):
         prior = prior.factorized(x[:chunk_size])
@@ -137,7 +146,7 @@ def chunked_bound(
         sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
         best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
         covariance = torch.cholesky_inverse(best.factor)
-        cost = price(residual, noise.double())
+        cost = price(residual, noise.double()) if sets is None else residual.sum() * 0
         slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
         total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost
         for rows, points in walk():
@@ -145,9 +154,13 @@ def chunked_bound(
             total = total + term.detach()
             waiting = waiting + term - (slope[rows] * points.residual).sum()  # the price moves with d at this rate
             if pairs and (kept is None or rows is rows_of[-1]):
-                found = torch.autograd.grad(waiting, inside, allow_unused=True, retain_graph=True)
-                gradients = [g if new is None else g + new for g, new in zip(gradients, found, strict=True)]
+                add_gradients(waiting)
                 waiting = torch.zeros_like(total)
+        for part in () if sets is None else sets.split(SETS):
+            cost = neighbour_price(rows_within(prior, x), noise, part)
+            total = total - cost.detach()
+            if pairs:
+                add_gradients(-cost)
     value = total.to(y.dtype)
     return _Differentiated.apply(value, gradients, *outside) if pairs else value
 

@@ -387,6 +387,33 @@ def block_penalty(residual_blocks: Tensor, noise: Tensor) -> Tensor:
     return full_penalty(residual_blocks, noise).sum(-1)
 
 
+def neighbour_penalty(residual_sets: Tensor, noise: Tensor) -> Tensor:
+    r"""The price of the residual when q(f|u) may correlate each point with a few that come before it in some order.
+
+    With :math:`B = I + \Sigma^{-1/2} D \Sigma^{-1/2}`, whose log determinant is :func:`full_penalty`, and points
+    :math:`c(n)` before :math:`n`,
+
+    .. math:: \tfrac12 \sum_n \log \bigl(B_{nn} - B_{nc} B_{cc}^{-1} B_{cn}\bigr)
+
+    Without neighbours this is :func:`log_penalty`, with the earlier points of a block :func:`block_penalty`, with all
+    earlier points :func:`full_penalty`; in one order it falls with every point added to a set.
+
+    :param residual_sets: :math:`D` within each set, the point itself last, ``... x N x S x S``. A set with fewer than ``S``
+        points is filled up with rows and columns of zeros.
+    :param noise: :math:`\sigma_n^2` in the same layout, ``... x N x S``; any positive number where a set is filled up.
+    :return: Sum over ``N``, shape ``...``.
+
+    Example:
+        >>> sets = torch.tensor([[[0.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, 3.0]]])  # a first point, and one after it
+        >>> tighter_gp.bounds.neighbour_penalty(sets, torch.full((2, 2), 2.0))
+        tensor(0.6264)
+    """
+    stddev = noise.sqrt()
+    scaled = residual_sets / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
+    # The last pivot of the Cholesky factor is the root of the variance given the others.
+    return add_identity_cholesky(scaled)[..., -1, -1].log().sum(-1)
+
+
 def block_bound(projection: Tensor, targets: Tensor, noise: Tensor, residual_blocks: Tensor, rows: Tensor) -> Tensor:
     r""":math:`F_B`, between :func:`tighter_bound` and :func:`full_bound`.
 

@@ -1,0 +1,473 @@
+r"""Predictions near the exact GP's: a sparse GP that looks at the training rows around each point.
+
+What the inducing variables leave unexplained, :math:`D = K - A^\top A`, is local: a few training rows :math:`c` near a
+point know most of it. With :math:`q(w) = \mathcal N(m, S)` of the whitened inducing variables and noise :math:`\Sigma`,
+
+.. math::
+    v = (D_{cc} + \Sigma_c)^{-1} D_{c*}, \quad b = a_* - A_c v, \quad
+    f_* \sim \mathcal N\bigl(\mu_* + b^\top m + v^\top (y_c - \mu_c),\; d_* - v^\top D_{c*} + b^\top S b\bigr).
+
+Without neighbours this is the prediction of the sparse GP; with all rows, and :math:`q(w)` in proportion to
+:math:`p(w)\, \mathcal N(y; \mu + A^\top w, D + \Sigma)`, that of the exact one. Here :math:`q(w)` has the diagonal of D.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gpytorch import kernels, settings
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from gpytorch.models import GP
+from linear_operator.operators import DiagLinearOperator
+from torch import Tensor
+
+from .collapsed import CollapsedGP
+from .collapsed.core import DataSums, data_sums
+from .data import check_array, from_array, reference
+from .likelihoods.family import gaussian_noise
+from .maths.collapsed import collapse
+from .maths.linalg import full_precision
+from .maths.moments import Whitened
+from .modes import chunks
+from .posterior import posterior_of
+from .prior import Prior, Projection
+from .prior.projection import diagonal
+
+_SEARCH_ALL = 100_000  # up to so many rows each is compared with each point; beyond, cells are searched
+_CELLS = 16  # of the nearest inducing points, or a sixteenth of them if that is more
+_BATCH, _ASIDE = 100, 1000  # rows per step of refining; rows left aside
+_STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel, kernels.PiecewisePolynomialKernel)
+
+
+class NeighbourGP(GP):
+    r"""A trained sparse GP that also looks at the training rows near each point it predicts.
+
+    Use it wherever a model makes predictions: :func:`~tighter_gp.predict`, :func:`~tighter_gp.predict_y`, BoTorch. It
+    starts from the hyperparameters of the sparse model and refines them for a few steps by the density of training rows
+    given their neighbours, each without itself. Of what it tries, and the model's own prediction, it keeps what
+    predicts best some rows that it left aside. It is no bound on the evidence.
+
+    :param model: A trained model of one output, which is copied: an :class:`~gpytorch.models.ApproximateGP` on a
+        strategy of this package, or a :class:`~tighter_gp.CollapsedGP`.
+    :param likelihood: Its :class:`~gpytorch.likelihoods.GaussianLikelihood` or
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
+    :param x: Training inputs, ``N x D`` or ``N``: a tensor or an array, perhaps memory-mapped. They are not copied.
+    :param y: Training targets, ``N``.
+    :param num_neighbours: Training rows for each point.
+    :param steps: Steps of refining. Zero for none, and neighbours in any case.
+    :param seed: Of the rows for refining.
+    :param noise: Noise variances of the training rows, for fixed noise that the likelihood does not have.
+    :param chunk_size: Columns of A in memory at a time, ``M`` numbers each; a point needs one for itself and one per
+        neighbour. The search takes another 128 numbers per column.
+    :param save_rows: Whether ``state_dict`` and pickle have the rows. If not, set ``x`` and ``y`` again after unpickling.
+    :ivar likelihood: The likelihood with the refined noise.
+    :ivar noise_factor: By what refining has multiplied the noise: for ``noise=`` of new points under fixed noise.
+    :ivar num_neighbours: Zero if neighbours did not help.
+
+    Example:
+        >>> near = tighter_gp.NeighbourGP(model, likelihood, train_x, train_y, num_neighbours=10, steps=5)
+        >>> low, high = tighter_gp.predict_y(near, near.likelihood, test_x).interval(0.95)
+        >>> near.add(test_x, test_y)
+    """
+
+    x: Tensor
+    y: Tensor
+    noise: Tensor
+    noise_factor: Tensor
+    scale: Tensor
+    gram: Tensor
+    linear: Tensor
+
+    def __init__(
+        self,
+        model: Any,
+        likelihood: Any,
+        x: Tensor | np.ndarray,
+        y: Tensor | np.ndarray,
+        num_neighbours: int = 30,
+        steps: int = 40,
+        seed: int = 0,
+        *,
+        noise: Tensor | np.ndarray | None = None,
+        chunk_size: int = 32768,
+        save_rows: bool = True,
+    ) -> None:
+        super().__init__()
+        if type(likelihood) not in (GaussianLikelihood, FixedNoiseGaussianLikelihood):
+            raise TypeError(f"Neighbours need a Gaussian or fixed-noise likelihood; got {type(likelihood).__name__}.")
+        like = reference(model)
+        self.model, self.likelihood = copy.deepcopy((model, likelihood))
+        self.eval().requires_grad_(False)
+        x, y = _as_rows("x", x), _as_rows("y", y).to(like)
+        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        if x.dim() != 2 or y.shape != x.shape[:1]:
+            raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
+        given = {} if noise is None else {"noise": _as_rows("noise", noise).to(y)}
+        noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given).detach().reshape(-1).to(y)  # [1] or [N]
+        self.num_neighbours, self.chunk_size, self.save_rows = min(num_neighbours, len(y)), chunk_size, save_rows
+        self.register_buffer("x", x, persistent=save_rows)
+        self.register_buffer("y", y, persistent=save_rows)
+        with full_precision(y.device.type):
+            posterior = posterior_of(self.model)
+            self.jitter = posterior.jitter
+            buffers = {"noise": noise, "noise_factor": noise.new_ones(()), "scale": noise.new_ones(())}
+            for name, value in {**buffers, **_sums_of(posterior.q)}.items():
+                self.register_buffer(name, value)
+            self.register_load_state_dict_post_hook(_sort_again)
+            self._sort_rows()
+            if self.num_neighbours:
+                self._refine(steps, torch.Generator().manual_seed(seed))
+
+    # -- predictions --------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> MultivariateNormal:
+        """The distribution of f at inputs ``... x B x D``, each point by itself.
+
+        :param own: For training rows: their positions, ``B``. Each is then predicted without itself.
+        :param in_q: Whether q(w) still knows of it.
+        """
+        mean, variance = self.f_at(x, own, in_q)
+        return MultivariateNormal(mean, DiagLinearOperator(variance))
+
+    def f_at(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at inputs ``... x B x D``, shaped ``... x B``; arguments as of :meth:`forward`."""
+        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        rows = x.reshape(-1, x.size(-1))
+        near, parts = self.nearest(rows, own), []
+        with full_precision(x.device.type):
+            for part in chunks(len(rows), max(1, self.chunk_size // (1 + near.size(-1)))):
+                parts.append(self._moments(rows[part], near[part], None if own is None or in_q else own[part]))
+        mean, variance = (torch.cat(values).view(x.shape[:-1]) for values in zip(*parts, strict=True))
+        return mean, variance * self.scale
+
+    def _moments(self, x: Tensor, near: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at points ``B x D``, from training rows ``B x k``."""
+        distinct, place = torch.unique(near, return_inverse=True)  # points share neighbours: one column for each row
+        size, inputs = len(x), torch.cat([x, self._rows(distinct)])
+        sets = torch.cat([torch.arange(size, device=x.device).unsqueeze(-1), size + place], -1)  # [B, 1 + k]
+        p, D = _project_sets(self.model, inputs, sets)
+        D, columns = D.double(), p.matrix.mT[sets]  # [B, 1 + k, 1 + k] and [B, 1 + k, M]
+        a, A = columns[:, 0], columns[:, 1:]
+        noisy = D[:, 1:, 1:] + torch.diag_embed(self._noise(near)).to(D)
+        # No neighbours where rounding leaves no factor: an input so far off that no row is near.
+        is_usable = (torch.linalg.cholesky_ex(noisy.detach()).info == 0).view(-1, 1, 1)
+        factor = torch.linalg.cholesky(torch.where(is_usable, noisy, torch.eye(near.size(-1)).to(D)))
+        cross = torch.where(is_usable, D[:, 1:, :1], 0.0)  # [B, k, 1]
+        seen = torch.linalg.solve_triangular(factor, cross, upper=False)
+        v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)
+        residual = (D[:, 0, 0] - seen.square().sum((-2, -1))).clamp_min(0).to(a)
+        b = a - (A.mT @ v).squeeze(-1)  # [B, M]: what is left for q(w)
+        q = collapse(self.gram.double(), self.linear.double())
+        weights, root = q.weights.to(a), q.root.to(a)
+        mean = p.mean[:size] + b @ weights + (v.squeeze(-1) * (self.y[near] - p.mean[size:][place])).sum(-1)
+        explained = (b @ root).square().sum(-1) + self.jitter
+        if own is not None:  # without row n in q(w), in closed form
+            noise_q = p.residual[:size] + self._noise(own)
+            gain = a @ root @ root.mT / noise_q.unsqueeze(-1)  # [B, M]: S a_n / noise
+            h, h_b = (gain * a).sum(-1).clamp_max(0.95), (gain * b).sum(-1)
+            mean = mean - h_b * (self.y[own] - p.mean[:size] - a @ weights) / (1 - h)
+            explained = explained + h_b.square() * noise_q / (1 - h)
+        return mean, residual + explained
+
+    # -- rows -----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, rows: Tensor | slice) -> Tensor:
+        """Inputs of training rows."""
+        return self.x[rows].to(self.y)
+
+    def _noise(self, rows: Tensor | slice) -> Tensor:
+        """Noise variances of training rows."""
+        return self.noise.expand(len(self.y))[rows]
+
+    @torch.no_grad()
+    def _sums(self, start: int = 0) -> DataSums:
+        r"""Sums over the rows from ``start`` on that make q(w), with noise :math:`d_n + \sigma_n^2`."""
+
+        def batches() -> Iterator[tuple[Projection, Tensor, Tensor]]:
+            for part in chunks(len(self.y) - start, min(self.chunk_size, 4096)):
+                rows = slice(start + part.start, start + part.stop)
+                p = _project(self.model, self._rows(rows))
+                yield p, self.y[rows], (p.residual + self._noise(rows)).reciprocal()
+
+        return data_sums(batches())
+
+    def _set_q(self) -> None:
+        """The best q(w) at the present hyperparameters."""
+        self.gram, self.linear, _ = self._sums()
+
+    def add(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray, noise: Tensor | np.ndarray | None = None) -> None:
+        """Take in new observations, at the present hyperparameters.
+
+        :param x: Inputs, ``B x D``.
+        :param y: Targets, ``B``.
+        :param noise: Under fixed noise: their noise variances, which are multiplied by ``noise_factor``.
+        """
+        start = len(self.y)
+        self.x = torch.cat([self.x, _as_rows("x", x).reshape(-1, self.x.size(-1)).to(self.x)])
+        self.y = torch.cat([self.y, _as_rows("y", y).reshape(-1).to(self.y)])
+        if noise is not None:
+            new = _as_rows("noise", noise).to(self.y) * self.noise_factor
+            self.noise = torch.cat([self.noise.expand(start), new])
+        sums = self._sums(start)
+        self.gram, self.linear = self.gram + sums.gram, self.linear + sums.linear
+        self._sort_rows()
+
+    def __getstate__(self) -> dict[str, Any]:
+        without = {} if self.save_rows else {"x": None, "y": None}
+        return {**self.__dict__, "_buffers": {**self._buffers, **without}}
+
+    def get_extra_state(self) -> Tensor:
+        """What ``state_dict`` has beside parameters and buffers."""
+        return torch.tensor(self.num_neighbours)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """The same, from a ``state_dict``."""
+        self.num_neighbours = int(state)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("x", "y", "noise"):  # of any number of rows
+            if prefix + name in state:
+                setattr(self, name, state[prefix + name].to(getattr(self, name), copy=True))
+        super()._load_from_state_dict(state, prefix, *args)
+
+    # -- search ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def nearest(self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None) -> Tensor:
+        """Positions of the nearest training rows, ``B x k``, in the metric of the kernel.
+
+        :param x: Points, ``B x D``.
+        :param own: Positions of these points among the rows, which are left out, ``B``.
+        :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
+        """
+        count = min(self.num_neighbours + (own is not None), len(self.y))
+        points, visits = self._features(x), self._visits(x, count, num_cells)
+        distance = points.new_full((len(x), count), torch.inf)
+        found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
+        for cell, rows in enumerate(self.cells):
+            features = self._features(self._rows(rows))
+            for part in visits[:, cell].nonzero().squeeze(-1).split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
+                values, place = self._distances(points[part], features).topk(min(count, len(rows)), largest=False)
+                values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
+                distance[part] = values
+                found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
+        if own is None:
+            return found
+        is_own = (found == own.unsqueeze(-1)).int()
+        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
+
+    def _visits(self, x: Tensor, count: int, num_cells: int | None) -> Tensor:
+        """Which cells to search for which points: the nearest few, and more if these have too few rows."""
+        if len(self.cells) == 1:
+            return torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+        order = self._distances(self._features(x), self._features(_points(self.model))).argsort(-1)  # [B, M]
+        sizes = torch.tensor([len(rows) for rows in self.cells], device=x.device)[order]
+        wanted = sizes.cumsum(-1) - sizes < count
+        wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
+        return torch.zeros_like(wanted).scatter(-1, order, wanted)
+
+    @torch.no_grad()
+    def _sort_rows(self) -> None:
+        """Rows by their nearest inducing point, where they are too many to look at them all."""
+        self.cells = [torch.arange(len(self.y), device=self.y.device)]
+        if len(self.y) > _SEARCH_ALL:
+            points, parts = self._features(_points(self.model)), chunks(len(self.y), max(1, self.chunk_size // 4))
+            cells = [self._distances(self._features(self._rows(part)), points).argmin(-1) for part in parts]
+            sizes = torch.cat(cells).bincount(minlength=len(points))
+            self.cells = list(torch.cat(cells).argsort().split(sizes.tolist()))
+
+    def _features(self, x: Tensor) -> Tensor:
+        """Inputs whose distances order the prior correlations of a stationary kernel; for others the inputs as they are."""
+        kernel, seen = _kernel_at(self.model, x)
+        return seen / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
+
+    def _distances(self, points: Tensor, rows: Tensor) -> Tensor:
+        """From features: squared distances, or minus squared correlations; of each point up to a constant."""
+        first = self._rows(slice(0, 1))
+        if isinstance(_kernel_at(self.model, first)[0], _STATIONARY):
+            centre = self._features(first)  # where products lose few digits
+            rows = rows - centre
+            return torch.addmm(rows.square().sum(-1), points - centre, rows.mT, alpha=-2)
+        prior = _prior(self.model)
+        everything = slice(prior.num_inducing, None)
+        variance = diagonal(prior.joint(rows)[1], everything, rows.dtype).clamp_min(1e-30)
+        return -_covariance(self.model, points, rows).square() / variance
+
+    # -- refining -------------------------------------------------------------------------------------------------------
+
+    def _refine(self, steps: int, generator: torch.Generator) -> None:
+        """Adam on the logarithms of noise and positive hyperparameters, from the trained values; the best stop is kept."""
+        usual = self._state()
+        self._set_q()
+        if not steps or len(self.y) == 1:
+            return
+        aside, pool = torch.randperm(len(self.y), generator=generator).tensor_split([min(_ASIDE, len(self.y) // 2)])
+        tuned = {name: (p, c) for name, p, c in self.named_parameters_and_constraints() if _is_positive(c)}
+        logs = {name: c.transform(p).log() for name, (p, c) in tuned.items()}
+        logs["noise"], trained = torch.zeros_like(self.noise_factor), self.noise  # the noise has a factor
+        rates = {name: 0.25 if name.endswith(("noise", "outputscale")) else 0.1 for name in logs}
+        adam = torch.optim.Adam([{"params": [log.requires_grad_()], "lr": rates[name]} for name, log in logs.items()])
+        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [max(1, steps // 2)], 0.4)
+
+        def values() -> dict[str, Tensor]:
+            found = {name: c.inverse_transform(logs[name].exp()) for name, (_, c) in tuned.items()}
+            return {**found, "noise": trained * logs["noise"].exp()}
+
+        stops = [self._stop(aside)]
+        for step in range(1, steps + 1):
+            rows = pool[torch.randint(len(pool), (min(_BATCH, len(pool)),), generator=generator)]
+            adam.zero_grad()
+            (-self._at_rows(rows, values(), in_q=True)[0]).backward()  # a better way than without, to a worse end
+            adam.step()
+            schedule.step()
+            with torch.no_grad():
+                logs["noise"].clamp_(min=(_least_noise(self.likelihood) / trained.min()).log())
+                for name, (_, c) in tuned.items():
+                    logs[name].copy_(
+                        logs[name].exp().maximum(1.001 * c.lower_bound).minimum(0.999 * c.upper_bound).log()
+                    )
+                if step % 10 == 0 or step == steps:
+                    self.load_state_dict({**self._state(), **values()}, strict=False)
+                    self._set_q()
+                if step % 20 == 0 or step == steps:
+                    stops.append(self._stop(aside))
+        self._take(max(stops, key=lambda stop: stop[0]), usual, aside)
+        self.noise_factor = self.noise[0] / trained[0] * self.scale
+        _scale_noise(self.likelihood, self.noise_factor)
+
+    def _at_rows(self, rows: Tensor, values: dict[str, Tensor], in_q: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean log density of training rows, each without itself, and their squared standard residuals.
+
+        :param values: Parameters and noise to use in place of the present ones.
+        :param in_q: Whether q(w) still knows of each.
+        """
+        rows = rows.to(self.y.device)
+        f = torch.func.functional_call(self, values, (self._rows(rows), rows, in_q))
+        variance = f.lazy_covariance_matrix.diagonal() + values.get("noise", self.noise).expand(len(self.y))[rows]
+        squared = (self.y[rows] - f.mean).square() / variance
+        return -0.5 * (squared + (2 * torch.pi * variance).log()).mean(), squared
+
+    def _state(self) -> dict[str, Tensor]:
+        """What refining changes."""
+        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: value.detach().clone() for name, value in state.items() if name not in ("x", "y")}
+
+    @torch.no_grad()
+    def _stop(self, aside: Tensor) -> tuple[float, Tensor, dict[str, Tensor]]:
+        """How well the rows left aside are predicted at the present state, and the state."""
+        density, squared = self._at_rows(aside, {})
+        return density.item(), squared, self._state()
+
+    @torch.no_grad()
+    def _take(self, stop: tuple[float, Tensor, dict[str, Tensor]], usual: dict[str, Tensor], aside: Tensor) -> None:
+        """Take a stop, with variances scaled to cover the rows left aside; or the usual prediction, if that is better."""
+        density, squared, state = stop
+        self.load_state_dict(usual, strict=False)
+        self.num_neighbours, wanted = 0, self.num_neighbours
+        least = self._at_rows(aside, {})[0].item()
+        if density > least:
+            self.load_state_dict(state, strict=False)
+            self.num_neighbours = wanted
+            error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
+            low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.95 + error)))
+            full = torch.minimum(low.clamp_min(1), high)
+            for share in (1.0, 0.5, 0.25):  # as far as it costs less than half of what was gained
+                scale = full.pow(share)
+                cost = 0.5 * (squared.mean() * (1 / scale - 1) + scale.log())
+                if cost < 0.5 * (density - least):
+                    self.scale = scale
+                    break
+
+
+def _sort_again(near: NeighbourGP, _: Any) -> None:
+    near._sort_rows()
+
+
+def _is_positive(constraint: Any) -> bool:
+    return constraint is not None and bool((constraint.lower_bound >= 0).all())
+
+
+def _scale_noise(likelihood: Any, factor: Tensor) -> None:
+    """Multiply the noise of a likelihood, down to what its constraint allows."""
+    covar = likelihood.noise_covar
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        covar.noise = covar.noise * factor
+        covar = likelihood.second_noise_covar
+    if covar is not None:
+        covar.noise = (covar.noise * factor).maximum(1.001 * covar.raw_noise_constraint.lower_bound)
+
+
+def _least_noise(likelihood: Any) -> float:
+    """The least noise that refining tries."""
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        return settings.min_fixed_noise.value(torch.float64)
+    return 1.001 * float(likelihood.noise_covar.raw_noise_constraint.lower_bound)
+
+
+def _sums_of(q: Whitened) -> dict[str, Tensor]:
+    """The sums over data of which q(w) would be the best; a point mass gets a tiny variance."""
+    stddev = torch.full_like(q.mean, 1e-6) if q.stddev is None else q.stddev
+    root = (torch.diag_embed(stddev) if q.root is None else q.root).double()
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))
+    return {"gram": precision - torch.eye(len(root)).to(root), "linear": precision @ q.mean.double()}
+
+
+def _as_rows(name: str, values: Any) -> Tensor:
+    """A tensor that shares its memory with the values where it can."""
+    check_array(name, values)
+    if isinstance(values, Tensor):
+        return values.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a memory map that must not be written to, and is not
+        try:
+            return torch.from_numpy(values)
+        except (TypeError, ValueError):
+            return from_array(values)
+
+
+# -- what this module knows of the models ---------------------------------------------------------------------------------
+
+
+def _prior(model: Any) -> Prior:
+    return model.prior() if isinstance(model, CollapsedGP) else model.variational_strategy.prior()
+
+
+def _project(model: Any, x: Tensor) -> Projection:
+    """(prior mean, A, d), with a graph."""
+    return _prior(model)(x)
+
+
+def _project_sets(model: Any, x: Tensor, sets: Tensor) -> tuple[Projection, Tensor]:
+    """The same, and D within sets of these points, from positions ``K x S`` to ``K x S x S``."""
+    prior = _prior(model)
+    p = prior(x)
+    return p, prior.residual_within(p, x, sets)
+
+
+def _covariance(model: Any, x1: Tensor, x2: Tensor) -> Tensor:
+    """Prior covariance between two sets of points, or batches of such."""
+    return _prior(model).covariance(x1, x2, x1.dtype)
+
+
+def _points(model: Any) -> Tensor:
+    """The inducing points."""
+    return model.inducing_points if isinstance(model, CollapsedGP) else model.variational_strategy.all_points()
+
+
+def _kernel_at(model: Any, x: Tensor) -> tuple[Any, Tensor]:
+    """The kernel within scaled ones, and what it sees of some inputs; None where the covariance is not that of one kernel."""
+    prior = _prior(model)
+    covar = prior.joint(x)[1]
+    if not isinstance(covar, LazyEvaluatedKernelTensor):
+        return None, x
+    kernel = covar.kernel
+    while isinstance(kernel, kernels.ScaleKernel):
+        kernel = kernel.base_kernel
+    return kernel, covar.x1[..., prior.num_inducing :, :]
