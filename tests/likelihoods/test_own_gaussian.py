@@ -206,7 +206,7 @@ def test_natural_gradients_go_to_the_optimum_of_the_density_of_forward(kind, pro
     for parameter in [*model.parameters(), *likelihood.parameters()]:
         parameter.requires_grad_(False)
     q = model.variational_strategy._variational_distribution.requires_grad_(True)
-    tighter_gp.fit(model, likelihood, x, TARGETS[kind], steps=60, batch_size=None, natural_gradients=0.5)
+    tighter_gp.fit(model, likelihood, x, TARGETS[kind], steps=60, batch_size=None, recipe=tighter_gp.Recipe(natural=0.5))
     bound = tighter_gp.TighterELBO(likelihood, model.train(), N)(model(x), TARGETS[kind])
     assert max(g.abs().max() for g in torch.autograd.grad(bound, list(q.parameters()))) < 1e-4
     # Fitted to its own density: the mean prediction is near that of the targets.
