@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..maths.derivatives import once_differentiable
 
-# Dimensions up to which scaled inputs and their gradients are kept in float64, and their norms ride in the product.
+# Dimensions up to which the norms ride in the product of a squared distance.
 _FEW_DIMENSIONS = 64
 
-# From squared distances, which are overwritten, to the covariance and its derivative in them.
-Profile = Callable[[Tensor], tuple[Tensor, Tensor]]
+# From squared distances, which are overwritten, to the covariance and its derivative in them, but for a factor.
+Profile = Callable[[Tensor], tuple[Tensor, Tensor, float]]
 
 
 def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_selected: bool = False) -> Tensor:
@@ -41,7 +41,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         scale, base = kernel.outputscale.to(x.dtype).unsqueeze(-1).unsqueeze(-1), kernel.base_kernel
         profile = _profile(base)
         if profile is not None:  # in one pass over the matrix
-            return _Stationary.apply(_scaled(base, x, rows), rows, columns, scale, profile, x.dtype)
+            return _Stationary.apply(_scaled(base, x, rows), rows, columns, scale, profile)
         return scale * covariance(base, x, rows, columns, is_selected=True)
     if kind in _COMBINED:
         return reduce(_COMBINED[kind], (covariance(part, x, rows, columns) for part in kernel.kernels))
@@ -49,17 +49,15 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         return (x[..., rows, :] * kernel.variance.to(x.dtype)) @ x[..., columns, :].mT
     if kind is kernels.RQKernel:
         alpha = kernel.alpha.to(x.dtype).unsqueeze(-1)  # [..., 1, 1]
-        squared = _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, _squared, x.dtype)
+        squared = _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, _squared)
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
     if kind is kernels.MaternKernel and kernel.nu == 0.5:  # its kink asks for distances from differences
         scaled = _scaled(kernel, x, rows)
-        distance = torch.cdist(
-            scaled[..., rows, :], scaled[..., columns, :], compute_mode="donot_use_mm_for_euclid_dist"
-        )
-        return distance.to(x.dtype).neg().exp()
+        first, second = scaled[..., rows, :], scaled[..., columns, :]
+        return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist").neg().exp()
     profile = _profile(kernel)
     if profile is not None:
-        return _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, profile, x.dtype)
+        return _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, profile)
     return _by_gpytorch(kernel, x[..., rows, :], x[..., columns, :])
 
 
@@ -81,6 +79,23 @@ def variance(kernel: Kernel, x: Tensor, *, is_selected: bool = False) -> Tensor:
     return _by_gpytorch(kernel, x, x, diag=True)
 
 
+@torch.no_grad()
+def spread(kernel: Kernel, x: Tensor, *, is_selected: bool = False) -> Tensor | float:
+    """Variance of the inputs in squared lengthscales: by it gradients in a lengthscale lose digits.
+
+    The largest over dimensions and parts of a kernel, zero for those that know no lengthscale or are left to GPyTorch.
+    """
+    x, kind = _select(kernel, x, is_selected), type(kernel)
+    if kind is kernels.ScaleKernel:
+        return spread(kernel.base_kernel, x, is_selected=True)
+    if kind in _COMBINED:
+        return max(spread(part, x) for part in kernel.kernels)
+    if kind not in _STATIONARY or not x.numel():
+        return 0.0
+    variance = x.var(-2, unbiased=False).unsqueeze(-2)  # [..., 1, D]
+    return (variance / kernel.lengthscale.square()).amax()
+
+
 _COMBINED: dict[type, Callable[[Tensor, Tensor], Tensor]] = {kernels.AdditiveKernel: add, kernels.ProductKernel: mul}
 _STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel)
 
@@ -90,8 +105,7 @@ def _select(kernel: Kernel, x: Tensor, is_selected: bool) -> Tensor:
 
 
 def _scaled(kernel: Kernel, x: Tensor, rows: slice) -> Tensor:
-    """Inputs in lengthscales, around the middle of the first; of few dimensions in float64, as their distances are."""
-    x = x.double() if x.size(-1) <= _FEW_DIMENSIONS else x
+    """Inputs in lengthscales, around the middle of the first: far from zero they have few digits left to lose."""
     lengthscale = kernel.lengthscale.to(x.dtype)  # [..., 1, D or 1]
     return (x - x.detach()[..., rows, :].mean(-2, keepdim=True)) * lengthscale.reciprocal()
 
@@ -99,26 +113,26 @@ def _scaled(kernel: Kernel, x: Tensor, rows: slice) -> Tensor:
 # ---- stationary kernels: k(x, x') = g(r^2) ---------------------------------------------------------------------------
 
 
-def _squared(squared: Tensor) -> tuple[Tensor, Tensor]:
-    return squared, torch.ones_like(squared)
+def _squared(squared: Tensor) -> tuple[Tensor, Tensor, float]:
+    return squared, torch.ones_like(squared), 1.0
 
 
-def _rbf(squared: Tensor) -> tuple[Tensor, Tensor]:
+def _rbf(squared: Tensor) -> tuple[Tensor, Tensor, float]:
     value = squared.mul_(-0.5).exp_()
-    return value, value * -0.5
+    return value, value, -0.5
 
 
-def _matern32(squared: Tensor) -> tuple[Tensor, Tensor]:
+def _matern32(squared: Tensor) -> tuple[Tensor, Tensor, float]:
     distance = squared.mul_(3).sqrt_()  # sqrt(3) r
     decay = distance.neg().exp_()
-    return distance.add_(1).mul_(decay), decay.mul_(-1.5)
+    return distance.add_(1).mul_(decay), decay, -1.5
 
 
-def _matern52(squared: Tensor) -> tuple[Tensor, Tensor]:
+def _matern52(squared: Tensor) -> tuple[Tensor, Tensor, float]:
     distance = squared.mul_(5).sqrt()  # sqrt(5) r
     decay = distance.neg().exp_()
-    slope = (distance + 1).mul_(decay).mul_(-5 / 6)
-    return squared.div_(3).add_(distance).add_(1).mul_(decay), slope
+    slope = (distance + 1).mul_(decay)
+    return squared.div_(3).add_(distance).add_(1).mul_(decay), slope, -5 / 6
 
 
 def _profile(kernel: Kernel) -> Profile | None:
@@ -132,10 +146,8 @@ class _Stationary(torch.autograd.Function):
     """A scaled function of squared distances, with a backward pass of two thin products and no root to differentiate."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile, dtype: torch.dtype
-    ) -> Tensor:
-        value, slope = profile(squared_distance(x, rows, columns).to(dtype))
+    def forward(ctx, x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile) -> Tensor:
+        value, slope, ctx.factor = profile(squared_distance(x, rows, columns))
         value = value if scale is None else scale * value
         ctx.save_for_backward(x, scale, slope, value)
         ctx.slices = rows, columns
@@ -146,22 +158,21 @@ class _Stationary(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, slope, value = ctx.saved_tensors
         rows, columns = ctx.slices
-        weights, by_scale, by_x = grad * slope, None, None  # [..., N1, N2]
+        weights, factor, by_scale, by_x = grad * slope, 2 * ctx.factor, None, None  # [..., N1, N2]
         if scale is not None:
-            weights.mul_(scale)
+            factor = factor * scale
             by_scale = ((grad * value).sum((-1, -2), keepdim=True) / scale).sum_to_size(scale.shape)
         if ctx.needs_input_grad[0]:
             # The derivative of |a - b|^2 is 2 (a - b) in a and the opposite in b.
             first, second, by_x = x[..., rows, :], x[..., columns, :], torch.zeros_like(x)
-            weights = weights.to(x.dtype)  # small differences of large sums, where inputs lie far apart
             by_x[..., columns, :] = torch.addcmul(-(weights.mT @ first), weights.sum(-2).unsqueeze(-1), second)
             by_x[..., rows, :] += weights.sum(-1, keepdim=True) * first - weights @ second
-            by_x.mul_(2)
-        return by_x, None, None, by_scale, None, None
+            by_x.mul_(factor)
+        return by_x, None, None, by_scale, None
 
 
 def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Squared Euclidean distances by one product in float64, ``... x N1 x N2``.
+    """Squared Euclidean distances by one product in float64, ``... x N1 x N2``, in the dtype of the inputs.
 
     Zero on the main diagonal if both begin with the same inputs.
     """
@@ -173,7 +184,7 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
         squared = left @ torch.cat([second, torch.ones_like(norm2), norm2], -1).mT
     else:
         squared = (first @ second.mT).mul_(-2).add_(norm1).add_(norm2.mT)
-    squared = squared.clamp_min_(0)
+    squared = squared.to(x.dtype).clamp_min_(0)
     if (rows.start or 0) == (columns.start or 0):
         squared.diagonal(dim1=-1, dim2=-2).zero_()
     return squared

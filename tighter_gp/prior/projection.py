@@ -29,6 +29,9 @@ Joint = Callable[..., tuple[Tensor, LinearOperator]]
 # Rounding errors of a covariance, in units of its variance times the unit of rounding, that must stay below the tolerance.
 _MARGIN = 64
 
+# Variance of the inputs in squared lengthscales from which on gradients in float32 are not to be trusted.
+_MOST_SPREAD = 1000
+
 # A jitter below this many units of rounding will not do whatever the variance, nearly always.
 _LEAST_JITTER = 256
 
@@ -65,7 +68,7 @@ class Prior:
     r"""The prior at the inducing points and at data.
 
     Kernel and projection are computed in the dtype of the inputs if that suffices: if :math:`64\, k\, \mathrm{eps}` is at most
-    the jitter, with :math:`k` the largest variance; in a collapsed model, where there may be no jitter, at most the noise
+    the jitter, with :math:`k` the largest variance, and inputs spread over some thirty lengthscales at most; in a collapsed model, where there may be no jitter, at most the noise
     times :math:`\sqrt{p/k}`, with :math:`p` the smallest pivot of :math:`K_{ZZ}`. Otherwise, or if :math:`K_{ZZ}` cannot be
     factorised, they are computed in float64.
 
@@ -211,6 +214,8 @@ class Prior:
         ok = is_finite if ok is None else ok & is_finite
         if factor.limit is not None and variance.numel():
             ok = ok & (variance.detach().amax() <= factor.limit)
+            if _is_kernel(covar):
+                ok = ok & torch.as_tensor(kernels.spread(covar.kernel, covar.x1, is_selected=True) <= _MOST_SPREAD)
         return matrix, residual, ok
 
 
