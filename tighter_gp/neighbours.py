@@ -14,13 +14,14 @@ Without neighbours this is the prediction of the sparse GP; with all rows, and :
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from gpytorch import settings
+from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.operators import DiagLinearOperator
@@ -257,7 +258,7 @@ class NeighbourGP(RowSearch):
             adam.step()
             schedule.step()
             with torch.no_grad():
-                logs["noise"].clamp_(min=(_least_noise(self.likelihood) / trained.min()).log())
+                logs["noise"].clamp_(min=math.log(1e-3))
                 for name, (_, c) in tuned.items():
                     low, high = 1.001 * c.lower_bound, 0.999 * c.upper_bound
                     logs[name].copy_(logs[name].exp().maximum(low).minimum(high).log())
@@ -315,20 +316,15 @@ class NeighbourGP(RowSearch):
 
 
 def _scale_noise(likelihood: Any, factor: Tensor) -> None:
-    """Multiply the noise of a likelihood, down to what its constraint allows."""
+    """Multiply the noise of a likelihood, also to less than its constraint allowed in training."""
     covar = likelihood.noise_covar
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         covar.noise = covar.noise * factor
         covar = likelihood.second_noise_covar
     if covar is not None:
-        covar.noise = (covar.noise * factor).maximum(1.001 * covar.raw_noise_constraint.lower_bound)
-
-
-def _least_noise(likelihood: Any) -> float:
-    """The least noise that refining tries."""
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
-        return settings.min_fixed_noise.value(torch.float64)
-    return 1.001 * float(likelihood.noise_covar.raw_noise_constraint.lower_bound)
+        noise = covar.noise * factor
+        covar.register_constraint("raw_noise", Positive())
+        covar.noise = noise
 
 
 def _sums_of(q: Whitened) -> dict[str, Tensor]:
