@@ -12,7 +12,7 @@ from linear_operator.operators import DiagLinearOperator
 from scipy.optimize import brentq, minimize_scalar
 
 import tighter_gp
-from tests.strategies.test_wrappers import Latent, independent, lmc, make_model, price
+from tests.equations.test_wrappers import Latent, independent, lmc, make_model, price
 from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel, make_noise
 from tighter_gp.conditionals import OptimalConditional

@@ -335,7 +335,7 @@ def _newest(precision):
 
 SWITCHES = """
 import torch
-from tests.maths.test_linalg import _newer, _newest, _older
+from tests.equations.test_linalg import _newer, _newest, _older
 from tighter_gp.maths import linalg
 switches = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)
 SWITCH("tf32")

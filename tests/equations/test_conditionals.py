@@ -9,7 +9,8 @@ import gpytorch
 import pytest
 import torch
 
-from tighter_gp import PerPoint, bounds
+from tighter_gp import PerPoint
+from tighter_gp.maths import bounds
 from tighter_gp.conditionals import (
     BetaConditional,
     Conditional,

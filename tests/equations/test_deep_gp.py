@@ -14,7 +14,7 @@ from gpytorch.mlls import DeepApproximateMLL
 from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
 
 import tighter_gp
-from tests.strategies.test_wrappers import Latent, assert_same_value_and_gradients, gauss_hermite, gaussian, price
+from tests.equations.test_wrappers import Latent, assert_same_value_and_gradients, gauss_hermite, gaussian, price
 from tests.tools import dense
 from tests.tools.factories import make_noise
 from tighter_gp.conditionals import PerPoint, ScalarConditional

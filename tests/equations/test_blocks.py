@@ -14,7 +14,7 @@ from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
 from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
-from tests.strategies.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
+from tests.equations.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.maths import bounds
