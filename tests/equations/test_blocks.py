@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 
 import gpytorch
 import pytest
 import torch
-from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
 from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tests.equations.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
-from tighter_gp.maths import bounds
+from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
 from tighter_gp.conditionals import block_table
+from tighter_gp.maths import bounds
 
 N = 17
 LABELS = torch.tensor([0, 1, 2, 0, 1, 0, 3, 3, 3, 2, 2, 1, 0, 0, 0, 2, 1])  # sizes 6, 4, 4, 3
@@ -55,34 +53,11 @@ def test_partition_covers_all_points_in_blocks_of_bounded_size(num_blocks, max_s
     assert sizes.max() <= (math.ceil(103 / num_blocks) if max_size is None else max_size)
 
 
-def test_partition_without_a_tight_bound_is_the_nearest_k_means_centre():
-    x = torch.rand(60, 3)
-    centres = tighter_gp.inducing.kmeans(x, 5, seed=3)
-    expected = torch.cdist(x, centres).argmin(-1)
-    labels = partition(x, 5, max_size=60, seed=3)
-    assert torch.equal(labels.unsqueeze(0) == labels.unsqueeze(1), expected.unsqueeze(0) == expected.unsqueeze(1))
-
-
 def test_partition_puts_near_points_together():
     x = torch.rand(200, 2)
     labels = partition(x, 20)
     spread = lambda labels: sum((x[labels == b] - x[labels == b].mean(0)).square().sum() for b in range(20))
     assert spread(labels) < 0.2 * spread(labels[torch.randperm(200)])
-
-
-def test_partition_depends_on_its_seed_alone():
-    x = torch.rand(80, 2)
-    first = partition(x, 6, seed=1)
-    torch.manual_seed(99)
-    assert torch.equal(first, partition(x, 6, seed=1, chunk_size=7))
-    state = torch.get_rng_state()
-    partition(x, 6)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_partition_into_too_small_blocks_raises():
-    with pytest.raises(ValueError, match="max_size >= 15"):
-        partition(torch.rand(103, 2), 7, max_size=14)
 
 
 def test_table_lists_the_points_of_each_block():
@@ -141,12 +116,6 @@ def test_sampler_serves_a_data_loader():
     for inputs_, rows in batches:
         assert torch.equal(inputs_, x[rows])
         assert len(LABELS[rows].unique()) == 2
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_sampler_of_an_impossible_number_of_blocks_raises(k):
-    with pytest.raises(ValueError, match="between 1 and the 4 blocks"):
-        BlockBatchSampler(LABELS, k)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,75 +195,6 @@ def test_gradient_of_the_collapsed_block_bound_is_the_dense_one():
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9)
 
 
-def test_batch_of_collapsed_models_is_that_of_its_members():
-    p, shape = dense.problem(7), torch.Size([2])
-    rbf = gpytorch.kernels.RBFKernel(ard_num_dims=2, batch_shape=shape)
-    kernel = gpytorch.kernels.ScaleKernel(rbf, batch_shape=shape)
-    kernel.outputscale, rbf.lengthscale = torch.tensor([0.5, 0.9]), torch.tensor([[[0.7, 1.1]], [[1.2, 0.6]]])
-    likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=shape)
-    likelihood.noise = torch.tensor([[0.1], [0.3]])
-    y = torch.randn(2, N)
-    model = CollapsedGP(p.x, y, p.z, kernel, likelihood, bound="block", blocks=LABELS)
-    actual = tighter_gp.evaluate_bound(model, likelihood, p.x, y)
-    for i in range(2):
-        k = lambda a, b, i=i: dense.rbf(a, b, kernel.outputscale[i], rbf.lengthscale[i, 0])
-        Kuu, Kuf, Kff = k(p.z, p.z), k(p.z, p.x), k(p.x, p.x)
-        Q = Kuf.T @ torch.linalg.inv(Kuu) @ Kuf
-        member = p._replace(y=y[i], noise=likelihood.noise[i].expand(N), Kuu=Kuu, Kuf=Kuf, Kff=Kff, Q=Q, D=Kff - Q)
-        torch.testing.assert_close(actual[i], f_block(member, LABELS), rtol=1e-8, atol=0)
-
-
-def test_collapsed_models_predict_the_same_whatever_the_bound():
-    p = dense.problem(8)
-    test = 3 * torch.rand(6, 2)
-    predictions = [
-        collapsed(p, **kwargs)[0].eval()(test)
-        for kwargs in ({"bound": "tighter"}, {"bound": "block", "blocks": LABELS}, {"bound": "full"})
-    ]
-    for prediction in predictions[1:]:
-        torch.testing.assert_close(prediction.mean, predictions[0].mean, rtol=1e-9, atol=0)
-        torch.testing.assert_close(prediction.variance, predictions[0].variance, rtol=1e-9, atol=0)
-
-
-def test_collapsed_model_keeps_its_blocks_when_copied():
-    p = dense.problem(9)
-    model, likelihood = collapsed(p, bound="block", blocks=LABELS)
-    expected = tighter_gp.evaluate_bound(model, likelihood, p.x, p.y)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        actual = tighter_gp.evaluate_bound(copied, copied.likelihood, p.x, p.y)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
-    other, _ = collapsed(p, bound="tighter")
-    other.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "came"),
-    [
-        ({"bound": "block"}, "none"),
-        ({"bound": "tighter", "blocks": LABELS}, "them with bound='tighter'"),
-        ({"bound": "full", "blocks": LABELS}, "them with bound='full'"),
-    ],
-)
-def test_blocks_and_their_bound_belong_together(kwargs, came):
-    with pytest.raises(ValueError, match=f"belong together: .*; got {came}"):
-        collapsed(dense.problem(), **kwargs)
-
-
-def test_collapsed_model_with_labels_of_another_data_set_raises():
-    p = dense.problem()
-    model, _ = collapsed(p, bound="block", blocks=LABELS[:-1])
-    with pytest.raises(ValueError, match="Blocks knows 16 training points, the batch has 17"):
-        gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)(model(p.x), p.y)
-
-
-@pytest.mark.parametrize(
-    "labels", [torch.zeros(4), torch.zeros(2, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long)]
-)
-def test_labels_must_be_one_integer_a_point(labels):
-    with pytest.raises(ValueError, match="one integer label per training point"):
-        Blocks(labels)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Uncollapsed
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,14 +243,6 @@ def test_uncollapsed_bound_is_the_elbo_of_its_own_conditional():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
 
 
-def test_uncollapsed_bound_at_the_best_q_is_the_collapsed_one():
-    p = dense.problem(2)
-    mean, covariance = dense.optimal_q(p)
-    model = uncollapsed_model(p, q=(mean, torch.linalg.cholesky(covariance)))
-    actual = N * tighter_gp.TighterELBO(make_noise(p.noise[0]), model, N)(model(p.x), p.y)
-    torch.testing.assert_close(actual, f_block(p, LABELS), rtol=1e-8, atol=0)
-
-
 @pytest.mark.parametrize("kernel", ["rbf", "unknown to the package"])
 def test_gradient_of_the_uncollapsed_bound_is_the_dense_one(kernel):
     p = dense.problem(3)
@@ -392,14 +284,6 @@ def test_batches_of_whole_blocks_are_unbiased(k, hetero):
     torch.testing.assert_close(expectation, mll(model(p.x), p.y), rtol=1e-10, atol=0)
 
 
-def test_order_of_the_points_does_not_matter():
-    p = dense.problem(4)
-    model = uncollapsed_model(p)
-    mll, order = tighter_gp.TighterELBO(make_noise(p.noise[0]), model, N), torch.randperm(N)
-    actual = mll(model(p.x[order], index=order), p.y[order])
-    torch.testing.assert_close(actual, mll(model(p.x), p.y), rtol=1e-10, atol=0)
-
-
 def test_whole_bound_is_gathered_block_by_block():
     p = dense.problem(4)
     model, likelihood = uncollapsed_model(p), make_noise(p.noise[0])
@@ -422,45 +306,6 @@ def test_missing_targets_leave_their_points_out_of_the_blocks():
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
     actual.backward()
     assert all(torch.isfinite(q.grad).all() for q in model.parameters() if q.grad is not None)
-
-
-def test_batch_that_cuts_a_block_raises():
-    p = dense.problem()
-    model, rows = uncollapsed_model(p), torch.arange(8)
-    with pytest.raises(ValueError, match="3 of the 6 points of block 0"):
-        model(p.x[rows], index=rows)
-
-
-def test_batch_that_repeats_a_point_raises():
-    p, rows = dense.problem(), torch.tensor([6, 7, 7])  # as many points as block 3 has
-    with pytest.raises(ValueError, match="index has 1 repeats"):
-        uncollapsed_model(p)(p.x[rows], index=rows)
-
-
-def test_batch_without_an_index_raises():
-    p = dense.problem()
-    with pytest.raises(ValueError, match="Blocks knows 17 training points, the batch has 8"):
-        uncollapsed_model(p)(p.x[:8])
-
-
-@pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        (torch.tensor([0, 17]), IndexError, r"0\.\.16"),
-        (torch.tensor([0.0, 1.0]), ValueError, "one integer index"),
-        (torch.tensor([0]), ValueError, "one integer index"),
-    ],
-)
-def test_index_that_cannot_be_one_raises(rows, error, message):
-    p = dense.problem()
-    with pytest.raises(error, match=message):
-        uncollapsed_model(p)(p.x[:2], index=rows)
-
-
-def test_blocks_need_gaussian_noise():
-    model = uncollapsed_model(dense.problem())
-    with pytest.raises(TypeError, match="Blocks has a closed form for Gaussian noise only"):
-        tighter_gp.TighterELBO(tighter_gp.likelihoods.BernoulliLogitLikelihood(), model, N)
 
 
 def test_a_checkpoint_loads_into_any_conditional_without_parameters():
@@ -537,30 +382,3 @@ def test_blocks_of_a_solve_gp():
     penalty = 0.5 * log_dets(p._replace(D=D), LABELS).sum()
     expected = gaussian(p.y, q.mean, carried.explained, p.noise).sum() - penalty
     torch.testing.assert_close(N * (terms.log_likelihood - terms.conditional), expected, rtol=1e-8, atol=0)
-
-
-def test_rounding_leaves_no_negative_variance_within_a_block():
-    blocks = Blocks(torch.tensor([0, 0, 1]))
-    covariance = lambda rows: torch.full((2, 2, 2), -1e-17)
-    found = blocks.residual_blocks(torch.zeros(3), covariance).covariance
-    assert bool((found.diagonal(dim1=-1, dim2=-2) == 0).all())
-    assert float(found[0, 0, 1]) == -1e-17
-
-
-def test_a_block_that_rounding_made_indefinite_is_mended():
-    """What the inducing points leave may have eigenvalues below minus the noise where it is a difference of large numbers."""
-    blocks, residual = Blocks(torch.tensor([0, 0, 1])), 1e10 * torch.ones(3)
-    covariance = torch.tensor([[[1.0, 1 + 1e-7], [1 + 1e-7, 1.0]], [[1.0, 0.0], [0.0, 0.0]]])
-    found = blocks.residual_blocks(residual, lambda rows: 1e10 * covariance)
-    with pytest.warns(RuntimeWarning, match="was not positive definite"):
-        kept, penalty = blocks.optimum(residual, torch.ones(3), found)
-    assert bool(torch.isfinite(kept).all() & torch.isfinite(penalty).all())
-    torch.testing.assert_close(kept[2], torch.tensor(1e10 / (1 + 1e10)), rtol=1e-6, atol=0)
-
-
-def test_blocks_ask_for_double_in_training_alone():
-    for conditional, expected in ((Blocks(torch.tensor([0])), torch.float64), ("optimal", None)):
-        strategy = make_gp(torch.zeros(1, 1), conditional=conditional).variational_strategy
-        assert strategy.train().projector().precision is expected
-        assert strategy.eval().projector().precision is None
-        assert strategy.eval().projector(torch.float32).precision is torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import gpytorch
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from tighter_gp import PerPoint
-from tighter_gp.maths import bounds
 from tighter_gp.conditionals import (
     BetaConditional,
     Conditional,
@@ -18,6 +16,7 @@ from tighter_gp.conditionals import (
     ScalarConditional,
     make_conditional,
 )
+from tighter_gp.maths import bounds
 
 N = 7
 ROWS = torch.tensor([4, 0, 9])
@@ -40,15 +39,6 @@ def residual() -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # "optimal"
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_optimal_has_no_parameter_and_leaves_the_scales_to_the_objective(residual):
-    conditional = OptimalConditional()
-    assert list(conditional.parameters()) == []
-    assert conditional.state_dict() == {}
-    assert not conditional.is_learned
-    assert torch.equal(conditional.scale(residual), torch.ones(N))
-    assert torch.equal(conditional.penalty(residual), torch.zeros(N))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,14 +77,6 @@ def test_per_point_looks_its_scales_up():
     torch.testing.assert_close(conditional.m, values, rtol=1e-12, atol=0)
     torch.testing.assert_close(conditional.scale(torch.rand(3), index=ROWS), values[ROWS], rtol=1e-12, atol=0)
     torch.testing.assert_close(conditional.penalty(torch.rand(3), index=ROWS), price(values[ROWS]), rtol=1e-9, atol=0)
-
-
-def test_huge_beta_is_plain_svgp(residual):
-    conditional = BetaConditional()
-    conditional.beta = 1e12
-    torch.testing.assert_close(conditional.scale(residual), torch.ones(N), rtol=0, atol=1e-11)
-    torch.testing.assert_close(conditional.penalty(residual), torch.zeros(N), rtol=0, atol=1e-12)
-    assert (conditional.penalty(residual) >= 0).all()
 
 
 @pytest.mark.parametrize("beta", [1e-12, 1e-3, 1e6])
@@ -139,30 +121,6 @@ def test_a_batch_of_tables_has_one_row_of_scales_each(shape):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["beta", "scalar"])
-def test_gradient_reaches_the_raw_parameter_and_the_residual(name, residual):
-    conditional = LEARNED[name]()
-    raw = next(conditional.parameters())
-    residual.requires_grad_()
-    weights = torch.randn(2, N)
-
-    def functional(d):
-        return (weights * torch.stack([conditional.scale(d), conditional.penalty(d)])).sum()
-
-    gradients = torch.autograd.grad(functional(residual), (raw, residual), materialize_grads=True)
-    for leaf, gradient in zip((raw, residual), gradients, strict=True):
-        for n, entry in enumerate(gradient.reshape(-1)):
-            step = torch.zeros_like(leaf).reshape(-1)
-            step[n] = 1e-6
-            with torch.no_grad():
-                values = []
-                for sign in (1, -1):
-                    leaf.add_(sign * step.view_as(leaf))
-                    values.append(functional(residual).item())
-                    leaf.sub_(sign * step.view_as(leaf))
-            assert entry.item() == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6, abs=1e-8)
-
-
 def test_gradient_in_log_beta_is_the_closed_form(residual):
     r"""Eq. (9) for a misfit that grows with the variance at rate lambda / 2."""
     conditional, rate = BetaConditional(), 2.5
@@ -176,60 +134,9 @@ def test_gradient_in_log_beta_is_the_closed_form(residual):
     torch.testing.assert_close(0.3 * gradient / slope, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_gradient_of_the_table_is_sparse_and_right(shape):
-    conditional = PerPoint(11, torch.Size(shape))
-    conditional.m = 0.05 + 0.9 * torch.rand(*shape, 11)
-    rows = torch.tensor([4, 0, 9, 4])  # a point may come twice
-    weights = torch.randn(2, *shape, 4)
-
-    def functional(m):
-        return (weights * torch.stack([m, price(m)])).sum()
-
-    residual = torch.rand(*shape, 4)
-    values = torch.stack([conditional.scale(residual, index=rows), conditional.penalty(residual, index=rows)])
-    (weights * values).sum().backward()
-    gradient = conditional.raw_m.grad
-    assert gradient.is_sparse
-    assert set(gradient.coalesce().indices()[0].tolist()) == {0, 4, 9}
-    (expected,) = torch.autograd.grad(functional(conditional.m[..., rows]), conditional.raw_m)
-    torch.testing.assert_close(gradient.to_dense(), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_sparse_adam_changes_only_the_rows_of_the_batch():
-    conditional = PerPoint(11)
-    before = conditional.m.detach().clone()
-    optimizer = torch.optim.SparseAdam(conditional.parameters(), lr=0.1)
-    conditional.penalty(torch.rand(3), index=ROWS).sum().backward()
-    optimizer.step()
-    changed = (conditional.m != before).nonzero().flatten().tolist()
-    assert changed == [0, 4, 9]
-    assert (conditional.m[ROWS] > before[ROWS]).all(), "the penalty falls towards one"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Setters
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), torch.tensor([0.5, -0.1, 2.0])])
-def test_bad_beta_raises_and_changes_nothing(value):
-    conditional = BetaConditional(torch.Size([3]))
-    conditional.beta = torch.tensor([0.2, 0.3, 0.4])
-    before = conditional.beta.detach().clone()
-    with pytest.raises(ValueError, match=r"beta must be positive and finite; got .* A very large beta gives SVGP"):
-        conditional.beta = value
-    assert torch.equal(conditional.beta, before)
-
-
-@pytest.mark.parametrize("make", [lambda: ScalarConditional(), lambda: PerPoint(3)])
-@pytest.mark.parametrize("value", [-0.1, 0.0, 1.0, 1.5, float("nan")])
-def test_bad_scale_raises_and_changes_nothing(make, value):
-    conditional = make()
-    before = conditional.m.detach().clone()
-    with pytest.raises(ValueError, match="Scales must lie strictly between 0 and 1; got"):
-        conditional.m = value
-    assert torch.equal(conditional.m, before)
 
 
 @pytest.mark.parametrize("make", [lambda: ScalarConditional(), lambda: PerPoint(3)])
@@ -238,51 +145,6 @@ def test_a_learned_scale_never_leaves_the_unit_interval(make, raw, expected):
     conditional = make()
     conditional.raw_m.data.fill_(raw)
     torch.testing.assert_close(conditional.m, torch.full_like(conditional.m, expected))
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_one_number_sets_the_whole_batch(name):
-    conditional = LEARNED[name]((2, 3))
-    attribute = "beta" if name == "beta" else "m"
-    setattr(conditional, attribute, 0.25)
-    values = getattr(conditional, attribute)
-    torch.testing.assert_close(values, torch.full_like(values, 0.25), rtol=1e-12, atol=0)
-
-
-def test_one_row_of_scales_sets_every_table():
-    conditional, row = PerPoint(4, torch.Size([2, 3])), torch.tensor([0.1, 0.2, 0.3, 0.4])
-    conditional.m = row
-    torch.testing.assert_close(conditional.m, row.expand(2, 3, 4), rtol=1e-12, atol=0)
-
-
-# GPyTorch's initialize reshapes a value with the right number of entries, which would permute a batch silently.
-@pytest.mark.parametrize(
-    ("name", "shape", "wrong"), [("beta", (), (3,)), ("beta", (2, 3), (3, 2)), ("scalar", (3,), (2,))]
-)
-def test_value_of_another_shape_raises_and_names_both(name, shape, wrong):
-    conditional = LEARNED[name](shape)
-    with pytest.raises(ValueError, match="got a value of shape"):
-        setattr(conditional, "beta" if name == "beta" else "m", torch.full(wrong, 0.5))
-
-
-def test_table_of_another_length_raises_and_names_both():
-    with pytest.raises(ValueError, match="got a value of shape"):
-        PerPoint(4).m = torch.full((3,), 0.5)
-
-
-@pytest.mark.parametrize(("name", "attribute"), [("beta", "beta"), ("scalar", "m"), ("per point", "m")])
-def test_initialize_sets_by_name(name, attribute):
-    conditional = LEARNED[name]().initialize(**{attribute: 0.35})
-    values = getattr(conditional, attribute)
-    torch.testing.assert_close(values, torch.full_like(values, 0.35), rtol=1e-12, atol=0)
-
-
-def test_setting_changes_the_parameter_in_place():
-    for name in LEARNED:
-        conditional = LEARNED[name]()
-        (raw,) = conditional.parameters()
-        setattr(conditional, "beta" if name == "beta" else "m", 0.35)
-        assert next(conditional.parameters()) is raw
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,44 +195,9 @@ def test_prior_is_found_and_evaluated_at_the_value(name):
         torch.testing.assert_close(prior.log_prob(closure(module)), expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("name", PRIORS)
-def test_value_can_be_drawn_from_the_prior(name):
-    conditional = PRIORS[name]()
-    attribute = "beta" if name == "beta_prior" else "m"
-    before = getattr(conditional, attribute).item()
-    conditional.sample_from_prior(name)
-    assert getattr(conditional, attribute).item() != before
-
-
-def test_no_prior_by_default():
-    for make in LEARNED.values():
-        assert list(make().named_priors()) == []
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Copies
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", LEARNED)
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
-def test_copies_keep_the_values_and_go_their_own_way(name, duplicate):
-    conditional, attribute = LEARNED[name]((3,)), "beta" if name == "beta" else "m"
-    setattr(conditional, attribute, 0.35)
-    copied = duplicate(conditional)
-    assert torch.equal(getattr(copied, attribute), getattr(conditional, attribute))
-    setattr(copied, attribute, 0.6)
-    assert getattr(conditional, attribute).flatten()[0].item() == pytest.approx(0.35)
-
-
-@pytest.mark.parametrize("name", PRIORS)
-def test_deepcopy_of_a_prior_belongs_to_the_copy(name):
-    conditional = PRIORS[name]()
-    attribute = "beta" if name == "beta_prior" else "m"
-    copied = copy.deepcopy(conditional)
-    setattr(copied, attribute, 0.35)
-    ((_, module, _, closure, _),) = copied.named_priors()
-    assert closure(module).item() == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -380,67 +207,9 @@ def test_conditional_with_a_prior_can_be_pickled(name):
     assert [found for found, *_ in copied.named_priors()] == [name]
 
 
-@pytest.mark.parametrize("name", LEARNED)
-def test_state_dict_brings_the_values_back(name):
-    conditional, other = LEARNED[name]((3,)), LEARNED[name]((3,))
-    attribute = "beta" if name == "beta" else "m"
-    setattr(conditional, attribute, 0.35)
-    other.load_state_dict(conditional.state_dict())
-    assert torch.equal(getattr(other, attribute), getattr(conditional, attribute))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # index
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["scale", "penalty"])
-class TestIndexOfPerPoint:
-    """Both methods look scales up, so both must check."""
-
-    def test_missing(self, method):
-        with pytest.raises(ValueError, match=r"needs to know which training points.*call model\(x, index=rows\)"):
-            getattr(PerPoint(11), method)(torch.rand(3))
-
-    @pytest.mark.parametrize(
-        ("index", "came"),
-        [
-            (torch.zeros(3, dtype=torch.float64), r"float64 of shape \(3,\)"),
-            (torch.tensor([True, False, True]), r"bool of shape \(3,\)"),
-            (torch.tensor([0, 1]), r"int64 of shape \(2,\)"),
-            (torch.tensor([[0, 1, 2]]), r"int64 of shape \(1, 3\)"),
-            (torch.tensor(1), r"int64 of shape \(\)"),
-        ],
-    )
-    def test_wrong_dtype_or_shape(self, method, index, came):
-        with pytest.raises(ValueError, match=rf"one integer index per row of x, shape \(3,\); got {came}"):
-            getattr(PerPoint(11), method)(torch.rand(3), index=index)
-
-    @pytest.mark.parametrize(("index", "came"), [([0, 11, 3], "0 to 11"), ([-1, 2, 3], "-1 to 3")])
-    def test_out_of_range(self, method, index, came):
-        with pytest.raises(
-            IndexError, match=rf"must lie in 0\.\.10 for PerPoint\(num_data=11\); got values from {came}"
-        ):
-            getattr(PerPoint(11), method)(torch.rand(3), index=torch.tensor(index))
-
-    def test_int32(self, method):
-        conditional = PerPoint(11)
-        conditional.m = 0.05 + 0.9 * torch.rand(11)
-        actual, expected = (getattr(conditional, method)(torch.rand(3), index=i) for i in (ROWS.int(), ROWS))
-        assert torch.equal(actual, expected)
-
-
-def test_per_point_needs_a_training_point():
-    with pytest.raises(ValueError, match="at least one training point; got num_data=0"):
-        PerPoint(0)
-
-
-@pytest.mark.parametrize("name", ["beta", "scalar"])
-def test_the_other_conditionals_do_not_care_about_an_index(name, residual):
-    conditional = LEARNED[name]()
-    index = torch.arange(N)
-    assert torch.equal(conditional.scale(residual, index=index), conditional.scale(residual))
-    assert torch.equal(conditional.penalty(residual, index=index), conditional.penalty(residual))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -465,35 +234,6 @@ def test_names_make_conditionals(name, kind, is_learned, is_strict):
         assert parameter.dtype == torch.float32
 
 
-def test_per_point_is_learned_and_not_strict_for_every_likelihood():
-    assert PerPoint(3).is_learned
-    assert not PerPoint(3).is_strict
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1, 3)])
-def test_object_whose_batch_broadcasts_is_passed_through(shape):
-    conditional = BetaConditional(torch.Size(shape))
-    assert make_conditional(conditional, torch.Size([2, 3]), torch.zeros(())) is conditional
-
-
-@pytest.mark.parametrize("shape", [(4,), (2,), (1, 2, 3)])
-def test_object_whose_batch_does_not_fit_raises(shape):
-    message = r"PerPoint has batch_shape .*does not fit .*\(2, 3\); build it with batch_shape=\(2, 3\)"
-    with pytest.raises(ValueError, match=message):
-        make_conditional(PerPoint(5, torch.Size(shape)), torch.Size([2, 3]), torch.zeros(()))
-
-
-def test_unknown_name_raises_and_lists_the_names():
-    with pytest.raises(ValueError, match=r"Unknown conditional 'betta'; choose 'optimal', 'beta', 'scalar'.*or pass"):
-        make_conditional("betta", torch.Size(), torch.zeros(()))
-
-
-@pytest.mark.parametrize("value", [None, 0.5, BetaConditional])
-def test_something_else_raises(value):
-    with pytest.raises(TypeError, match="conditional must be a name or a Conditional; got"):
-        make_conditional(value, torch.Size(), torch.zeros(()))
-
-
 def test_a_conditional_of_your_own_is_taken(residual):
     class Half(Conditional):
         def scale(self, residual, *, index=None):
@@ -505,15 +245,6 @@ def test_a_conditional_of_your_own_is_taken(residual):
     conditional = make_conditional(Half(), torch.Size([3]), torch.zeros(()))
     assert conditional.is_learned
     torch.testing.assert_close(conditional.penalty(residual), price(torch.full((N,), 0.5)), rtol=1e-12, atol=0)
-
-
-def test_half_a_conditional_cannot_be_made():
-    class Incomplete(Conditional):
-        def scale(self, residual, *, index=None):
-            return residual
-
-    with pytest.raises(TypeError, match=r"abstract method.*penalty"):
-        Incomplete()
 
 
 def test_a_beta_remembers_where_it_started():

@@ -11,7 +11,7 @@ import torch
 from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
-from tighter_gp.likelihoods.properties import expected_log_prob, has_closed_form, is_gaussian, is_sampled
+from tighter_gp.likelihoods.expectations import expected_log_prob, has_closed_form, is_gaussian, is_sampled
 
 N = 40
 GROWING = torch.linspace(0.1, 2.0, N, dtype=torch.float64)

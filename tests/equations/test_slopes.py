@@ -12,7 +12,7 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 
 import tighter_gp
-from tighter_gp.likelihoods.properties import expected_log_prob, sampled_curvature
+from tighter_gp.likelihoods.expectations import expected_log_prob, sampled_curvature
 from tighter_gp.likelihoods.slopes import _sampled_slopes, expected_slopes, sampled_log_prob
 
 
