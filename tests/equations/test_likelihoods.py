@@ -12,15 +12,8 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from torch.nn.functional import logsigmoid
 
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
-from tighter_gp.likelihoods.properties import (
-    expected_log_prob,
-    gaussian_noise,
-    is_gaussian,
-    is_log_concave,
-    log_prob_of_samples,
-    marginal_variance,
-    observed,
-)
+from tighter_gp.likelihoods.expectations import expected_log_prob, log_prob_of_samples, marginal_variance
+from tighter_gp.likelihoods.family import family, gaussian_noise, observed
 
 MEAN = torch.tensor([-3.1, -0.4, 0.0, 0.7, 2.9], dtype=torch.float64)
 VARIANCE = torch.tensor([0.3, 1.7, 1e-6, 2.5, 0.01], dtype=torch.float64)
@@ -63,12 +56,6 @@ def fine_poisson() -> PoissonLikelihood:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_logit_density_is_the_logistic_function():
-    f = torch.randn(5)
-    torch.testing.assert_close(BernoulliLogitLikelihood()(f).probs, 1 / (1 + torch.exp(-f)), rtol=1e-12, atol=0)
-    torch.testing.assert_close(BernoulliLogitLikelihood()(f).log_prob(LABELS), log_logit(LABELS, f), rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize(("make", "rtol"), [(BernoulliLogitLikelihood, 1e-4), (fine_logit, 1e-8)])
 def test_logit_expected_log_prob_is_the_integral(make, rtol):
     expected = integral(lambda f: log_logit(LABELS.unsqueeze(-1), f))
@@ -109,12 +96,6 @@ def test_logit_expected_log_prob_is_finite_far_out_with_its_gradient():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_poisson_density_has_the_exponential_rate():
-    f = torch.randn(5)
-    torch.testing.assert_close(PoissonLikelihood()(f).rate, f.exp(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(PoissonLikelihood()(f).log_prob(COUNTS), log_poisson(COUNTS, f), rtol=1e-9, atol=1e-12)
-
-
 def test_poisson_expected_log_prob_is_the_integral():
     expected = integral(lambda f: log_poisson(COUNTS.unsqueeze(-1), f))
     torch.testing.assert_close(PoissonLikelihood().expected_log_prob(COUNTS, q()), expected, rtol=1e-10, atol=1e-12)
@@ -150,12 +131,6 @@ def test_poisson_marginal_is_a_mixture_with_the_integrated_rate():
     torch.testing.assert_close(marginal.rate.mean(0), integral(torch.exp, mean, variance), rtol=0.05, atol=0)
 
 
-def test_poisson_counts_may_be_integers():
-    likelihood = PoissonLikelihood()
-    expected = likelihood.expected_log_prob(COUNTS, q())
-    torch.testing.assert_close(likelihood.expected_log_prob(COUNTS.long(), q()), expected, rtol=1e-14, atol=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Both
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,34 +145,6 @@ def test_gradients_in_mean_and_variance_pass_gradcheck(name, method):
     likelihood = make()
     mean, variance = MEAN.clone().requires_grad_(), (VARIANCE + 0.1).requires_grad_()
     assert torch.autograd.gradcheck(lambda m, v: getattr(likelihood, method)(targets, q(m, v)), (mean, variance))
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_more_variance_never_raises_the_expected_log_prob(name):
-    """What log-concavity is needed for."""
-    make, targets = OURS[name]
-    values = torch.stack([make().expected_log_prob(targets, q(MEAN, v * torch.ones(5))) for v in (0.1, 0.5, 2.0, 5.0)])
-    assert (values.diff(dim=0) < 0).all()
-
-
-@pytest.mark.parametrize("method", ["expected_log_prob", "log_marginal"])
-@pytest.mark.parametrize("name", OURS)
-def test_a_batch_is_a_loop_over_its_members(name, method):
-    make, targets = OURS[name]
-    likelihood, mean, variance = make(), torch.randn(2, 3, 5), 0.1 + torch.rand(2, 3, 5)
-    actual = getattr(likelihood, method)(targets, q(mean, variance))
-    assert actual.shape == (2, 3, 5)
-    for i in range(2):
-        for j in range(3):
-            expected = getattr(likelihood, method)(targets, q(mean[i, j], variance[i, j]))
-            torch.testing.assert_close(actual[i, j], expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_float32_stays_float32(name):
-    make, targets = OURS[name]
-    value = make().float().expected_log_prob(targets.float(), q(MEAN.float(), VARIANCE.float()))
-    assert value.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,13 +178,13 @@ NOT_LOG_CONCAVE = ("StudentTLikelihood", "BetaLikelihood")
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 @pytest.mark.parametrize("name", [*GAUSSIAN, *LOG_CONCAVE, *NOT_LOG_CONCAVE])
 def test_gaussian_likelihoods_are_told_from_the_others(name):
-    assert is_gaussian(make_stock(name)) == (name in GAUSSIAN)
+    assert family(make_stock(name)).is_gaussian == (name in GAUSSIAN)
 
 
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 @pytest.mark.parametrize("name", [*GAUSSIAN, *LOG_CONCAVE, *NOT_LOG_CONCAVE])
 def test_log_concave_likelihoods_are_told_from_the_others(name):
-    assert is_log_concave(make_stock(name)) == (name not in NOT_LOG_CONCAVE)
+    assert family(make_stock(name)).is_log_concave == (name not in NOT_LOG_CONCAVE)
 
 
 @pytest.mark.parametrize(
@@ -265,24 +212,12 @@ def test_laplace_expectation_is_the_dense_integral(batch):
     torch.testing.assert_close(expected_log_prob(likelihood, y, q), expected, rtol=1e-7, atol=1e-7)
 
 
-def test_what_is_not_called_log_concave_is_not():
-    f = torch.linspace(-9, 9, 161)
-    for likelihood, target in ((stock.StudentTLikelihood(), 0.0), (stock.BetaLikelihood(), 0.5)):
-        log_prob = likelihood(f).log_prob(torch.full_like(f, target))
-        assert (log_prob[2:] - 2 * log_prob[1:-1] + log_prob[:-2]).max() > 1e-4
-
-
-def test_our_likelihoods_say_that_they_are_log_concave():
-    assert is_log_concave(BernoulliLogitLikelihood())
-    assert is_log_concave(PoissonLikelihood())
-
-
 @pytest.mark.parametrize("declared", [True, False])
 def test_an_attribute_decides_over_the_class(declared):
     class Own(stock.LaplaceLikelihood):
         is_log_concave = declared
 
-    assert is_log_concave(Own()) is declared
+    assert family(Own()).is_log_concave is declared
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,60 +229,9 @@ def size(*shape: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def test_noise_of_one_variance_for_all():
-    likelihood = stock.GaussianLikelihood()
-    likelihood.noise = 0.37
-    noise = gaussian_noise(likelihood, size(2), size(7)).expand(2, 7)
-    torch.testing.assert_close(noise, torch.full((2, 7), 0.37), rtol=1e-9, atol=0)
-
-
-def test_noise_of_a_batch_of_variances():
-    likelihood, values = stock.GaussianLikelihood(batch_shape=size(3)), torch.tensor([[0.2], [0.3], [0.4]])
-    likelihood.noise = values
-    noise = gaussian_noise(likelihood, size(2, 3), size(7)).expand(2, 3, 7)
-    torch.testing.assert_close(noise, values.expand(2, 3, 7), rtol=1e-9, atol=0)
-
-
-def test_one_variance_serves_all_points_and_tasks():
-    likelihood = stock.GaussianLikelihood(batch_shape=size(2))
-    likelihood.noise = torch.tensor([[0.2], [0.3]])
-    noise = gaussian_noise(likelihood, size(2), size(7, 3)).expand(2, 7, 3)
-    torch.testing.assert_close(noise[0], torch.full((7, 3), 0.2), rtol=1e-9, atol=0)
-    torch.testing.assert_close(noise[1], torch.full((7, 3), 0.3), rtol=1e-9, atol=0)
-
-
 def test_noise_given_in_the_call_replaces_that_of_a_plain_gaussian():
     values = 0.1 + torch.rand(7)
     assert torch.equal(gaussian_noise(stock.GaussianLikelihood(), size(), size(7), noise=values), values)
-
-
-@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
-def test_noise_with_missing_observations():
-    likelihood = stock.GaussianLikelihoodWithMissingObs()
-    likelihood.noise = 0.37
-    assert gaussian_noise(likelihood, size(), size(7)).expand(7)[3].item() == pytest.approx(0.37)
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 7)])
-def test_fixed_noise_is_that_of_each_point(shape):
-    values = 0.1 + torch.rand(shape)
-    noise = gaussian_noise(stock.FixedNoiseGaussianLikelihood(values), size(*shape[:-1]), size(7))
-    assert torch.equal(noise, values)
-
-
-def test_fixed_noise_of_a_batch_of_points_is_given_in_the_call():
-    values, rows = 0.1 + torch.rand(7), torch.tensor([4, 0, 6])
-    noise = gaussian_noise(stock.FixedNoiseGaussianLikelihood(values), size(), size(3), noise=values[rows])
-    assert torch.equal(noise, values[rows])
-
-
-def test_fixed_noise_of_another_length_raises():
-    likelihood = stock.FixedNoiseGaussianLikelihood(0.1 + torch.rand(7))
-    stored = r"one noise variance per point: got 7 stored noise variances for a batch of 3.*noise=noise\[rows\]"
-    with pytest.raises(ValueError, match=stored):
-        gaussian_noise(likelihood, size(), size(3))
-    with pytest.raises(ValueError, match="got noise= of 7 for a batch of 3"):
-        gaussian_noise(likelihood, size(), size(3), noise=torch.ones(7))
 
 
 @pytest.mark.parametrize("in_call", [False, True])
@@ -361,13 +245,6 @@ def test_learned_noise_is_added_to_the_fixed_noise_once(in_call):
     torch.testing.assert_close(noise, values[:count] + 0.37, rtol=1e-9, atol=0)
     (gradient,) = torch.autograd.grad(noise.sum(), likelihood.second_noise_covar.raw_noise)
     assert gradient.item() > 0
-
-
-def test_learned_noise_of_a_batch_is_added_to_the_fixed_noise():
-    values, second = 0.1 + torch.rand(7), torch.tensor([[0.2], [0.3]])
-    likelihood = stock.FixedNoiseGaussianLikelihood(values, learn_additional_noise=True, batch_shape=size(2))
-    likelihood.second_noise = second
-    torch.testing.assert_close(gaussian_noise(likelihood, size(2), size(7)), values + second, rtol=1e-9, atol=0)
 
 
 def test_noise_of_dirichlet_classification_is_that_of_each_class_and_point():
@@ -388,11 +265,6 @@ def test_noise_of_tasks_is_the_sum_of_the_global_and_their_own(has_global, has_t
         expected = expected + torch.tensor([0.1, 0.2, 0.3])
     noise = gaussian_noise(likelihood, size(*batch), size(7, 3)).expand(*batch, 7, 3)
     torch.testing.assert_close(noise, expected.expand(*batch, 7, 3), rtol=1e-9, atol=0)
-
-
-def test_noise_that_correlates_the_tasks_raises():
-    with pytest.raises(TypeError, match=r"MultitaskGaussianLikelihood with rank > 0 correlates.*build.*with rank=0"):
-        gaussian_noise(stock.MultitaskGaussianLikelihood(num_tasks=3, rank=1), size(), size(7, 3))
 
 
 @pytest.mark.parametrize("name", ["plain", "fixed", "fixed and learned", "tasks"])
@@ -418,10 +290,6 @@ def test_noise_is_what_gpytorch_adds_to_the_marginal(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 NAN = float("nan")
-
-
-def test_all_targets_count_unless_told_otherwise():
-    assert observed(stock.GaussianLikelihood(), torch.tensor([1.0, NAN]), size(2)) is None
 
 
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
@@ -470,14 +338,6 @@ def test_softmax_log_probability_is_gpytorchs(mixing):
     samples, labels = torch.randn(5, 4, 3), torch.tensor([0, 2, 1, 1])
     expected = likelihood.forward(samples).log_prob(labels)
     torch.testing.assert_close(log_prob_of_samples(likelihood, labels, samples), expected)
-
-
-def test_softmax_with_another_number_of_functions_or_classes_is_refused():
-    likelihood = stock.SoftmaxLikelihood(num_features=3, num_classes=3, mixing_weights=False)
-    with pytest.raises(ValueError, match="3 features for 2 latent functions"):
-        log_prob_of_samples(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 2))
-    with pytest.raises(ValueError, match=r"Labels must lie in 0\.\.2, as there are 3 classes; got values from 0 to 3"):
-        log_prob_of_samples(likelihood, torch.tensor([0, 3]), torch.randn(5, 2, 3))
 
 
 def test_a_softmax_with_a_forward_of_its_own_is_asked():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gpytorch
-import pytest
 import torch
 
 import tighter_gp
@@ -44,11 +43,3 @@ def test_training_learns_the_noise_of_each_task():
     assert len(history.validation) > 0
     assert tighter_gp.evaluate_bound(model, likelihood, p.x, p.y, tasks=tasks) > start
     assert ((likelihood.noise - before).abs() > 1e-3).all()
-
-
-def test_without_tasks_it_says_what_to_pass():
-    p, tasks, model, likelihood = problem()
-    with pytest.raises(ValueError, match=r"needs the task of each point.*pass tasks=.*got none"):
-        tighter_gp.fit(model, likelihood, p.x, p.y, steps=1)
-    with pytest.raises(ValueError, match=r"integers of shape \(17,\); got shape \(16,\)"):
-        tighter_gp.TighterELBO(likelihood, model, 17)(model(p.x), p.y, tasks=tasks[1:])

@@ -11,7 +11,8 @@ import torch
 from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
-from tighter_gp.likelihoods.expectations import expected_log_prob, has_closed_form, is_gaussian, is_sampled
+from tighter_gp.likelihoods.expectations import expected_log_prob
+from tighter_gp.likelihoods.family import family
 
 N = 40
 GROWING = torch.linspace(0.1, 2.0, N, dtype=torch.float64)
@@ -109,12 +110,6 @@ def test_predictions_are_as_the_likelihood_has_them(kind, problem):
     torch.testing.assert_close(found.variance, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_closed_forms_for_gaussian_noise_refuse_another_expectation(problem):
-    model, x, y = problem
-    with pytest.raises(TypeError, match="set_optimal_q needs a Gaussian likelihood; got Tempered"):
-        tighter_gp.set_optimal_q(model, Tempered().double(), x, y)
-
-
 # -- densities of their own ----------------------------------------------------------------------------------------------
 
 
@@ -206,7 +201,9 @@ def test_natural_gradients_go_to_the_optimum_of_the_density_of_forward(kind, pro
     for parameter in [*model.parameters(), *likelihood.parameters()]:
         parameter.requires_grad_(False)
     q = model.variational_strategy._variational_distribution.requires_grad_(True)
-    tighter_gp.fit(model, likelihood, x, TARGETS[kind], steps=60, batch_size=None, natural_gradients=0.5)
+    tighter_gp.fit(
+        model, likelihood, x, TARGETS[kind], steps=60, batch_size=None, recipe=tighter_gp.Recipe(natural=0.5)
+    )
     bound = tighter_gp.TighterELBO(likelihood, model.train(), N)(model(x), TARGETS[kind])
     assert max(g.abs().max() for g in torch.autograd.grad(bound, list(q.parameters()))) < 1e-4
     # Fitted to its own density: the mean prediction is near that of the targets.
@@ -226,50 +223,11 @@ def test_a_density_of_several_functions_is_sampled():
     likelihood.noise = 0.3
     mean, y = torch.randn(4, 3), torch.randn(4, 3)
     q = gpytorch.distributions.MultitaskMultivariateNormal(mean, DiagLinearOperator(torch.full((12,), 0.5)))
-    assert is_sampled(likelihood)
+    assert family(likelihood).is_sampled
     with gpytorch.settings.num_likelihood_samples(20000):
         found = expected_log_prob(likelihood, y, q)
     expected = -0.5 * (math.log(2 * math.pi * 0.6) + ((y - mean).square() + 0.5) / 0.6).sum(-1)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
-
-
-stock = gpytorch.likelihoods
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "likelihood",
-    [
-        stock.GaussianLikelihood,
-        stock.GaussianLikelihoodWithMissingObs,
-        lambda: stock.FixedNoiseGaussianLikelihood(torch.rand(5)),
-        lambda: stock.DirichletClassificationLikelihood(torch.tensor([0, 1, 1, 0, 2])),
-        lambda: stock.HadamardGaussianLikelihood(num_tasks=2),
-        lambda: stock.MultitaskGaussianLikelihood(num_tasks=2),
-        Growing,
-    ],
-)
-def test_gaussian_likelihoods_with_a_noise_of_their_own_stay_gaussian(likelihood):
-    assert is_gaussian(likelihood())
-
-
-@pytest.mark.parametrize(
-    "likelihood",
-    [
-        stock.BernoulliLikelihood,
-        stock.BetaLikelihood,
-        stock.LaplaceLikelihood,
-        stock.NegativeBinomialLikelihood,
-        stock.PoissonLikelihood,
-        stock.StudentTLikelihood,
-        lambda: stock.SoftmaxLikelihood(num_classes=3, mixing_weights=False),
-        tighter_gp.likelihoods.BernoulliLogitLikelihood,
-        tighter_gp.likelihoods.PoissonLikelihood,
-        Tempered,
-    ],
-)
-def test_formulas_that_agree_with_their_density_are_used(likelihood):
-    assert has_closed_form(likelihood(), "expected_log_prob")
 
 
 class Ruled(gpytorch.likelihoods.Likelihood):
@@ -303,24 +261,3 @@ def test_an_argument_of_the_own_density_reaches_training_and_prediction(problem)
     torch.testing.assert_close(y, exposure * tighter_gp.predict_y(model, likelihood, x).mean)
     bounds = [tighter_gp.evaluate_bound(model, likelihood, x, y, **given) for given in ({}, {"exposure": exposure})]
     assert bounds[0] != bounds[1]
-
-
-def test_closed_forms_for_gaussian_noise_refuse_another_density(problem):
-    model, x, y = problem
-    likelihood = make(Multiplicative)
-    with pytest.raises(TypeError, match="set_optimal_q needs a Gaussian likelihood; got Multiplicative"):
-        tighter_gp.set_optimal_q(model, likelihood, x, y)
-    with pytest.raises(TypeError, match="A collapsed bound needs a Gaussian likelihood; got Multiplicative"):
-        tighter_gp.CollapsedGP(x, y, x[:6], model.covar_module, likelihood)
-    model.likelihood = likelihood
-    with pytest.raises(NotImplementedError, match="Fantasy models need a GaussianLikelihood"):
-        model.eval().get_fantasy_model(x[:2], y[:2])
-
-
-@pytest.mark.parametrize("kind", [Multiplicative, Tempered])
-def test_initialize_leaves_what_is_not_gaussian_as_it_is(kind, problem):
-    model, x, y = problem
-    likelihood = kind().double()
-    before = likelihood.noise.item()
-    tighter_gp.initialize(model, likelihood, x, y)
-    assert likelihood.noise.item() == before

@@ -8,11 +8,10 @@ import torch
 from gpytorch.priors import GammaPrior, NormalPrior
 
 import tighter_gp
-from tests.tools.factories import CollapsedGP, make_gp, make_kernel
+from tests.tools.factories import make_gp, make_kernel
 from tests.tools.support import double_problem
 from tests.training.problems import gplvm
 from tighter_gp.mlls.priors import log_prior
-from tighter_gp.training.sources import make_objective
 
 P = double_problem()
 
@@ -62,15 +61,6 @@ def test_each_model_of_a_batch_has_its_own():
     torch.testing.assert_close(found, torch.stack([expected(0.3), expected(0.5)]))
 
 
-def test_a_collapsed_exact_gp_counts_once():
-    likelihood = noise()
-    model = CollapsedGP(P.x, P.y, P.z.clone(), make_kernel("rbf", P.variance, P.lengthscales), likelihood)
-    mll = make_objective(model, likelihood, tighter_gp.TighterELBO, len(P.x))
-    with_prior = mll(model(P.x), P.y)
-    likelihood.noise_covar._priors.clear()
-    torch.testing.assert_close((with_prior - mll(model(P.x), P.y)) * len(P.x), expected())
-
-
 def test_latent_variable_models_count_once():
     model, *_ = gplvm()
     model.likelihood.noise_covar.register_prior("noise_prior", gamma(), "noise")
@@ -82,12 +72,3 @@ def test_latent_variable_models_count_once():
     collapsed.covar_module.register_prior("outputscale_prior", NormalPrior(100.0, 0.1), "outputscale")
     density = torch.distributions.Normal(100.0, 0.1).log_prob(collapsed.covar_module.outputscale)
     torch.testing.assert_close(collapsed() - before, density / 20)
-
-
-def test_fit_says_that_gpytorchs_bound_counts_twice(caplog):
-    for is_attribute in (False, True):
-        model, likelihood = make_gp(P.z.clone(), jitter_val=1e-6), noise()
-        if is_attribute:
-            model.likelihood = likelihood
-        tighter_gp.fit(model, likelihood, P.x, P.y, steps=1, objective=gpytorch.mlls.VariationalELBO)
-        assert ("VariationalELBO counts a prior twice" in caplog.text) == is_attribute

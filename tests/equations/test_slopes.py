@@ -9,11 +9,9 @@ import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
-from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 
 import tighter_gp
-from tighter_gp.likelihoods.expectations import expected_log_prob, sampled_curvature
-from tighter_gp.likelihoods.slopes import _sampled_slopes, expected_slopes, sampled_log_prob
+from tighter_gp.likelihoods.expectations import expected_log_prob, expected_slopes, sampled_curvature, sampled_log_prob
 
 
 def normal(n=5):
@@ -97,21 +95,6 @@ def test_the_kink_of_a_density_is_part_of_its_curvature():
     torch.testing.assert_close(slopes.curvature, expected, rtol=0.1, atol=0.02)
 
 
-def test_a_sampled_density_with_a_kink_is_trained_as_well_as_by_quadrature():
-    class ByQuadrature(_OneDimensionalLikelihood):
-        forward = Kinked.forward
-
-    torch.manual_seed(0)
-    x = torch.linspace(0, 6, 200).unsqueeze(-1)
-    y = torch.sin(2 * x[:, 0]) + torch.distributions.Laplace(0.0, 0.4).sample((200,))
-    scores = []
-    for likelihood in (Kinked(), ByQuadrature()):
-        model = tighter_gp.models.Regression(x, num_inducing=10, likelihood=likelihood)
-        tighter_gp.fit(model, likelihood, x, y, steps=150, batch_size=100)
-        scores.append(-tighter_gp.predict_y(model, likelihood, x).log_prob(y).mean().item())
-    assert scores[0] < scores[1] + 0.02
-
-
 @pytest.mark.parametrize("correlated", [False, True])
 def test_a_sampled_likelihood_of_two_functions_has_mean_derivatives_over_its_samples(correlated):
     (q, blocks), y, draws = multitask(tasks=2, correlated=correlated), torch.randn(5), torch.randn(6, 5, 2)
@@ -125,30 +108,6 @@ def test_a_sampled_likelihood_of_two_functions_has_mean_derivatives_over_its_sam
     torch.testing.assert_close(slopes.slope, slope, rtol=1e-4, atol=1e-5)
     expected = matrix if correlated else matrix.diagonal(dim1=-1, dim2=-2)
     torch.testing.assert_close(slopes.curvature, expected, rtol=1e-4, atol=1e-5)
-
-
-LIKELIHOODS = {
-    "Gaussian": gpytorch.likelihoods.GaussianLikelihood,
-    "Poisson": tighter_gp.likelihoods.PoissonLikelihood,
-    "sampled": Counts,
-}
-
-
-@pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_slopes_have_no_graph_and_leave_q_alone(name, in_graph):
-    mean, variance = torch.randn(5), torch.rand(5).requires_grad_(in_graph)
-    q = MultivariateNormal(mean, torch.diag(0.1 + variance))
-    slopes = expected_slopes(LIKELIHOODS[name](), torch.ones(5), q)
-    assert not any(part.requires_grad for part in slopes)
-    assert not mean.requires_grad
-    assert variance.requires_grad == in_graph
-
-
-def test_samples_that_are_given_stay_out_of_the_graph():
-    samples = torch.randn(6, 5)
-    _sampled_slopes(Counts(), torch.ones(5), normal(), samples)
-    assert not samples.requires_grad
 
 
 @pytest.mark.parametrize("weights", [False, True])

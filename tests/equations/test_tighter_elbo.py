@@ -23,8 +23,8 @@ from gpytorch.variational import VariationalStrategy
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import GP, make_gp, make_kernel, make_noise
-from tests.tools.support import Q_FORMS, assert_state, double_problem, randomize_q, state
+from tests.tools.factories import make_gp, make_kernel, make_noise
+from tests.tools.support import Q_FORMS, double_problem, randomize_q
 from tighter_gp import TighterELBO
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
@@ -166,30 +166,6 @@ def test_beta_tempers_the_kl_and_the_conditional_alike(beta):
     torch.testing.assert_close(terms.bound, whole)
 
 
-@pytest.mark.parametrize("beta", [0.3, 2.5])
-def test_the_tempered_scales_are_the_best_for_the_tempered_objective(beta):
-    model, likelihood = gp(), make_noise(0.07)
-    value = TighterELBO(likelihood, model, N, beta=beta)(model(P.x), P.y)
-    other = gp(conditional="beta")
-    for number in (0.02, 0.07, beta * 0.07, 0.3):
-        other.variational_strategy.conditional.beta = number
-        at_number = TighterELBO(likelihood, other, N, beta=beta)(other(P.x), P.y)
-        if number == beta * 0.07:
-            torch.testing.assert_close(at_number, value, rtol=1e-12, atol=0.0)
-        else:
-            assert at_number < value
-
-
-def test_the_value_lies_between_svgp_and_the_evidence():
-    noise = P.noise[0]
-    for seed in range(20):
-        q = dense.random_q(M, seed)
-        model = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales), q)
-        tighter = N * log_prob_of(make_noise(noise), model)
-        svgp = N * VariationalELBO(make_noise(noise), model, N)(model(P.x), P.y)
-        assert svgp < tighter < dense.evidence(P)
-
-
 def test_one_natural_gradient_step_lands_on_the_collapsed_bound():
     for seed in range(3):
         p = dense.problem(seed)
@@ -293,17 +269,6 @@ def test_mini_batches_average_to_the_full_bound(name, kind):
     torch.testing.assert_close(weighted, mll(call(model), y), rtol=1e-12, atol=0.0)
 
 
-def test_a_second_forward_pass_does_not_change_the_value_of_the_first():
-    model, likelihood = gp(), make_noise(0.07)
-    mll = TighterELBO(likelihood, model, N)
-    expected = mll(model(P.x), P.y)
-    q = model(P.x)
-    model(P.x[:4] + 1.0)
-    with torch.no_grad():
-        model(P.x[:2])
-    assert torch.equal(mll(q, P.y), expected)
-
-
 def test_a_batch_of_models_has_one_bound_each():
     batch = torch.Size([3])
     kernel = gpytorch.kernels.ScaleKernel(
@@ -356,14 +321,6 @@ def test_fixed_noise_has_one_scale_per_point(learned, name):
 
 
 @pytest.mark.parametrize("learned", [None, 0.11])
-def test_fixed_noise_given_with_the_batch_replaces_the_stored_one(learned):
-    model = gp()
-    reference = Dense(model, FIXED.flip(0) + (learned or 0.0))
-    actual = log_prob_of(fixed_noise(learned), model, noise=FIXED.flip(0))
-    torch.testing.assert_close(actual, reference.per_datum(reference.best), rtol=1e-11, atol=0.0)
-
-
-@pytest.mark.parametrize("learned", [None, 0.11])
 def test_fixed_noise_on_mini_batches(learned):
     model, likelihood = gp(), fixed_noise(learned)
     mll = TighterELBO(likelihood, model, N)
@@ -374,27 +331,6 @@ def test_fixed_noise_on_mini_batches(learned):
         torch.testing.assert_close(value, reference.per_datum(reference.best), rtol=1e-11, atol=0.0)
         weighted = weighted + (rows.stop - rows.start) / N * value
     torch.testing.assert_close(weighted, mll(model(P.x), P.y), rtol=1e-12, atol=0.0)
-
-
-def test_the_learned_part_of_fixed_noise_gets_the_dense_gradient():
-    model, likelihood = gp(), fixed_noise(0.11)
-    rows = UNEVEN[1]
-    parameter = likelihood.second_noise_covar.raw_noise
-    actual = TighterELBO(likelihood, model, N)(model(P.x[rows]), P.y[rows], noise=FIXED[rows])
-    reference = Dense(model, FIXED[rows] + likelihood.second_noise, P.x[rows], P.y[rows])
-    wanted = torch.autograd.grad(reference.per_datum(reference.best), parameter)
-    torch.testing.assert_close(torch.autograd.grad(actual, parameter), wanted, rtol=1e-9, atol=0.0)
-
-
-@pytest.mark.parametrize("learned", [None, 0.11])
-def test_fixed_noise_refuses_a_batch_whose_noise_it_does_not_know(learned):
-    model, likelihood = gp(), fixed_noise(learned)
-    mll, before = TighterELBO(likelihood, model, N), state(model)
-    with pytest.raises(ValueError, match=r"got 17 stored noise variances for a batch of 6.*noise=noise\[rows\]"):
-        mll(model(P.x[:6]), P.y[:6])
-    with pytest.raises(ValueError, match=r"got noise= of 5 for a batch of 6"):
-        mll(model(P.x[:6]), P.y[:6], noise=FIXED[:5])
-    assert_state(model, before)
 
 
 MISSING = torch.tensor([1, 4, 16])
@@ -494,16 +430,6 @@ def test_float32_at_tiny_noise_stays_close_to_float64_and_below_the_evidence(dra
     assert (value.double() - exact).abs() < 0.02
 
 
-@pytest.mark.parametrize("name", ["optimal", "beta", "scalar"])
-def test_float32_with_inducing_points_on_the_data_is_finite(name):
-    model = make_gp(P.x.float(), make_kernel("rbf", 1.0, P.lengthscales), conditional=name, jitter_val=1e-6).float()
-    likelihood = make_noise(1e-4).float()
-    value = TighterELBO(likelihood, model, N)(model(P.x.float()), P.y.float())
-    value.backward()
-    assert torch.isfinite(value)
-    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-
-
 # -- is it a bound? -----------------------------------------------------------------------------------------------------
 
 
@@ -540,92 +466,6 @@ def test_no_warning_where_the_bound_is_strict(name, likelihood):
 # -- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def refused(error, message, function, model):
-    before, training = state(model), model.training
-    with pytest.raises(error, match=message):
-        function()
-    assert_state(model, before)
-    assert model.training == training
-
-
-@pytest.mark.parametrize("num_data", [0, -3])
-def test_num_data_must_be_positive(num_data):
-    model = gp()
-    message = f"number of training points; got {num_data}"
-    refused(ValueError, message, lambda: TighterELBO(make_noise(1), model, num_data), model)
-
-
-@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
-def test_the_tempering_must_be_positive(beta):
-    model = gp()
-    refused(ValueError, "beta must be positive; got", lambda: TighterELBO(make_noise(1), model, N, beta=beta), model)
-
-
-def test_num_data_smaller_than_the_batch():
-    model = gp()
-    mll = TighterELBO(make_noise(0.1), model, N - 1)
-    message = "batch has 17 points but num_data=16; num_data is the size of the whole training set"
-    refused(ValueError, message, lambda: mll(model(P.x), P.y), model)
-
-
-def test_a_tensor_in_place_of_q():
-    model = gp()
-    mll = TighterELBO(make_noise(0.1), model, N)
-    message = r"needs q\(f\), got a tensor: call mll\(model\(x\), y\).*gplvm.LatentVariableELBO"
-    refused(TypeError, message, lambda: mll(P.x, P.y), model)
-
-
-@pytest.mark.parametrize("likelihood", [BernoulliLikelihood, tighter_gp.likelihoods.BernoulliLogitLikelihood])
-def test_targets_that_are_bool_are_labels(likelihood):
-    model, labels = gp(), P.y > 0
-    mll = TighterELBO(likelihood(), model, N)
-    torch.testing.assert_close(mll(model(P.x), labels), mll(model(P.x), labels.double()))
-
-
-@pytest.mark.parametrize("likelihood", [BernoulliLikelihood, StudentTLikelihood, PoissonLikelihood])
-def test_a_likelihood_without_a_closed_form_under_optimal(likelihood):
-    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
-    message = (
-        f"closed form for Gaussian noise only; got {likelihood.__name__}.*conditional='optimal', 'beta' or 'scalar'"
-    )
-    refused(TypeError, message, lambda: TighterELBO(likelihood(), model, N), model)
-
-
-def test_an_error_names_the_conditional_without_a_closed_form():
-    model = make_gp(P.z, conditional=tighter_gp.Blocks(torch.zeros(N, dtype=torch.int64)))
-    with pytest.raises(TypeError, match=r"^Blocks has a closed form for Gaussian noise only"):
-        TighterELBO(BernoulliLikelihood(), model, N)
-
-
-BAD_TARGETS = {
-    "column": (P.y.unsqueeze(-1), r"shape \(17,\) to fit q\(f\); got \(17, 1\).*squeeze a trailing dimension of one"),
-    "row": (P.y.expand(3, N), r"shape \(17,\) to fit q\(f\); got \(3, 17\)"),
-    "short": (P.y[:5], r"shape \(17,\) to fit q\(f\); got \(5,\)"),
-    "single": (P.y[:1], r"shape \(17,\) to fit q\(f\); got \(1,\)"),
-    "number": (P.y[0], r"shape \(17,\) to fit q\(f\); got \(\)"),
-    "nan": (
-        with_missing(P.y),
-        r"3 of 17 targets are NaN or infinite; drop them, or .*observation_nan_policy\('fill'\)",
-    ),
-    "inf": (P.y / torch.arange(N), r"1 of 17 targets are NaN or infinite"),
-}
-
-
-@pytest.mark.parametrize(("y", "message"), BAD_TARGETS.values(), ids=BAD_TARGETS)
-@pytest.mark.parametrize("name", ["optimal", "beta"])
-def test_bad_targets(y, message, name):
-    model = gp(conditional=name)
-    mll = TighterELBO(make_noise(0.1), model, N)
-    refused(ValueError, message, lambda: mll(model(P.x), y), model)
-
-
-def test_targets_of_another_batch_shape():
-    model = gp(batch_shape=torch.Size([3]))
-    mll = TighterELBO(make_noise(0.1), model, N)
-    message = r"shape \(3, 17\) to fit q\(f\); got \(2, 17\)"
-    refused(ValueError, message, lambda: mll(model(P.x), P.y.expand(2, N)), model)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", "blocks"])
 def test_q_from_eval_mode_has_the_value_of_training(conditional, dtype):
@@ -636,88 +476,3 @@ def test_q_from_eval_mode_has_the_value_of_training(conditional, dtype):
     expected = mll(model(x), y)
     found = mll(model.eval()(x), y)
     torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=0)
-
-
-def test_per_point_scales_of_eval_mode_need_an_index():
-    model = gp(conditional=tighter_gp.PerPoint(N))
-    mll, rows = TighterELBO(make_noise(0.1), model, N), torch.arange(N)
-    expected = mll(model(P.x, index=rows), P.y)
-    model.eval()
-    torch.testing.assert_close(mll(model(P.x, index=rows), P.y), expected, rtol=1e-10, atol=0)
-    with pytest.raises(ValueError, match=r"call model\(x, index=rows\)"):
-        mll(model(P.x), P.y)
-
-
-def test_other_objectives_are_refused_in_training_mode_only():
-    model, likelihood = gp(conditional="beta"), make_noise(0.1)
-    other = VariationalELBO(likelihood, model, N)
-    with pytest.raises(TypeError, match="overstate the bound"):
-        other(model(P.x), P.y)
-    stock = gp()
-    expected = VariationalELBO(likelihood, stock, N)(stock(P.x), P.y)
-    torch.testing.assert_close(other(model.eval()(P.x), P.y), expected, rtol=1e-9, atol=0)
-
-
-def test_a_slice_of_q():
-    model = gp()
-    mll = TighterELBO(make_noise(0.1), model, N)
-    refused(TypeError, "as it is, unsliced", lambda: mll(model(P.x)[:5], P.y[:5]), model)
-
-
-def test_q_of_another_model():
-    model, other = gp(), gp()
-    mll = TighterELBO(make_noise(0.1), model, N)
-    refused(ValueError, "comes from another model", lambda: mll(other(P.x), P.y), model)
-
-
-class Wrapped(GP):
-    """OrthogonallyDecoupledVariationalStrategy around one of ours: the outer q(f) is not of the tighter family."""
-
-    def __init__(self):
-        inner = lambda model: tighter_gp.TighterVariationalStrategy(model, P.z, Q_FORMS["cholesky"](M))
-        super().__init__(
-            lambda model: gpytorch.variational.OrthogonallyDecoupledVariationalStrategy(
-                inner(model), P.x[:4], Q_FORMS["delta"](4)
-            )
-        )
-
-
-FOREIGN = {
-    "VariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
-    "UnwhitenedVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
-    "CiqVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls, distribution=Q_FORMS["natural"]),
-    "BatchDecoupledVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
-    "LargeBatchVariationalStrategy": lambda cls: make_gp(P.z, strategy=cls),
-    "NNVariationalStrategy": lambda cls: GP(
-        lambda model: cls(model, P.x, Q_FORMS["mean_field"](N), k=3, training_batch_size=5)
-    ),
-    "OrthogonallyDecoupledVariationalStrategy": lambda cls: Wrapped(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Tried to import faiss:ImportWarning")
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_strategy_that_is_not_ours(name):
-    model = FOREIGN[name](getattr(gpytorch.variational, name))
-    message = f"such as TighterVariationalStrategy; got {name}.*objective=gpytorch.mlls.VariationalELBO"
-    refused(TypeError, message, lambda: TighterELBO(make_noise(0.1), model, N), model)
-
-
-def test_a_multitask_wrapper_around_a_strategy_that_is_not_ours():
-    inner = lambda model: VariationalStrategy(model, P.z, Q_FORMS["cholesky"](M, batch_shape=torch.Size([2])))
-    model = GP(lambda model: gpytorch.variational.IndependentMultitaskVariationalStrategy(inner(model), num_tasks=2))
-    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
-    with pytest.raises(TypeError, match=r"needs a strategy of tighter_gp.*got VariationalStrategy"):
-        TighterELBO(likelihood, model, N)
-
-
-def test_a_model_without_a_variational_strategy():
-    with pytest.raises(TypeError, match=r"a model with a variational_strategy; got Linear\.$"):
-        TighterELBO(make_noise(0.1), torch.nn.Linear(1, 1), N)
-    botorch_like = torch.nn.Linear(1, 1)
-    botorch_like.model = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales))
-    with pytest.raises(TypeError, match=r"got Linear\. Pass its \.model instead\.$"):
-        TighterELBO(make_noise(0.1), botorch_like, N)
-    botorch_like.model.train_inputs = [P.x]
-    with pytest.raises(TypeError, match=r"instead\. Its data, transformed, are \.model\.train_inputs\[0\] and"):
-        TighterELBO(make_noise(0.1), botorch_like, N)
