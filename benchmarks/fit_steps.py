@@ -20,9 +20,9 @@ from .models import Start, make_regression
 
 # What each way gives to ``fit``.
 WAYS: dict[str, dict[str, Any]] = {
-    "adam": {"natural_gradients": False, "compile": False},
-    "natural": {"compile": False},
-    "natural, compiled": {"compile": True},
+    "adam": {"recipe": tighter_gp.Recipe(natural=0, compile=False)},
+    "natural": {"recipe": tighter_gp.Recipe(compile=False)},
+    "natural, compiled": {"recipe": tighter_gp.Recipe(compile=True)},
 }
 # Where compiling is timed.
 COMPILED_AT = (256, 1024)

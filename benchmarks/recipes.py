@@ -28,10 +28,10 @@ from .runs import Session, describe
 # What each recipe gives to ``fit`` besides the data, the budget and the seed.
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},
-    "adam .01": {"natural_gradients": False, "lr": 0.01},
-    "adam .05": {"natural_gradients": False, "lr": 0.05},
-    "adam .1": {"natural_gradients": False, "lr": 0.1},
-    "natural .1": {"natural_gradients": 0.1, "lr": 0.05},
+    "adam .01": {"recipe": tighter_gp.Recipe(natural=0, lr=0.01)},
+    "adam .05": {"recipe": tighter_gp.Recipe(natural=0, lr=0.05)},
+    "adam .1": {"recipe": tighter_gp.Recipe(natural=0, lr=0.1)},
+    "natural .1": {"recipe": tighter_gp.Recipe(natural=0.1, lr=0.05)},
 }
 DEFAULTS: dict[str, Any] = {
     "methods": list(METHODS),

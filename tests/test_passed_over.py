@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 
 import gpytorch
@@ -11,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 from gpytorch.mlls import VariationalELBO
-from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
-from linear_operator import to_linear_operator
-from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
-from tests.tools.factories import GP, CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tests.tools.support import double_problem, randomize_q
 from tighter_gp import TighterELBO
 from tighter_gp.gplvm import BayesianGPLVM, VariationalLatents
@@ -28,10 +24,6 @@ N, M = len(P.x), len(P.z)
 
 def gp(**kwargs):
     return randomize_q(make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales), **kwargs))
-
-
-def price(m):
-    return 0.5 * (m - 1 - math.log(m))
 
 
 # -- likelihoods of a user's own -----------------------------------------------------------------------------------------
@@ -116,134 +108,10 @@ def test_the_default_dtype_is_not_that_of_the_bound():
 # -- points that a call mixes --------------------------------------------------------------------------------------------
 
 
-class Areal(GP):
-    """Observes sums of f over neighbouring points."""
-
-    def __call__(self, x, prior=False, **kwargs):
-        q = super().__call__(x, prior=prior, **kwargs)
-        if prior:
-            return q
-        sums = torch.ones(1, x.size(-2))
-        operator = to_linear_operator(sums)
-        return q.__class__(q.mean @ sums.mT, operator @ q.lazy_covariance_matrix @ operator.mT)
-
-
-def test_sums_over_points_have_no_tighter_bound():
-    make = lambda model: tighter_gp.TighterVariationalStrategy(
-        model, torch.tensor([[100.0]]), gpytorch.variational.CholeskyVariationalDistribution(1, mean_init_std=0.0)
-    )
-    model, likelihood, y = Areal(make), make_noise(4.0), torch.zeros(1)
-    x = torch.linspace(0, 0.1, 4).unsqueeze(-1)
-    standard = VariationalELBO(likelihood, model, 1)(model(x), y)
-    covariance = model.covar_module(x).to_dense().sum().reshape(1, 1) + 4
-    evidence = torch.distributions.MultivariateNormal(torch.zeros(1), covariance).log_prob(y)
-    assert standard < evidence
-    with pytest.raises(TypeError, match=r"mixes points.*VariationalELBO"):
-        TighterELBO(likelihood, model, 1)(model(x), y)
-
-
-def test_scaled_points_are_not_mixed():
-    model, likelihood = gp(), make_noise(0.3)
-    q = model(P.x)
-    scale = torch.linspace(0.5, 2, N)
-    operator = DiagLinearOperator(scale)
-    scaled = q.__class__(scale * q.mean, operator @ q.lazy_covariance_matrix @ operator)
-    value = TighterELBO(likelihood, model, N)(scaled, P.y)
-    residual, explained = q.lazy_covariance_matrix.residual, q.lazy_covariance_matrix.explained
-    ratio = scale.square() * residual / 0.3
-    misfit = ((P.y - scale * q.mean).square() + scale.square() * explained) / 0.3
-    terms = -0.5 * (math.log(2 * math.pi * 0.3) + misfit + ratio.log1p()).sum()
-    torch.testing.assert_close(N * value, terms - model.variational_strategy.kl_divergence())
-
-
 # -- missing labels, permuted tasks --------------------------------------------------------------------------------------
 
 
-def classes(wrap, num_classes=3, **kwargs):
-    points = torch.full((num_classes, 1, 1), 50.0)
-    batch_shape = torch.Size([num_classes])
-    make = lambda model: wrap(
-        tighter_gp.TighterVariationalStrategy(
-            model, points, gpytorch.variational.CholeskyVariationalDistribution(1, batch_shape), **kwargs
-        )
-    )
-    return GP(make)
-
-
-@pytest.mark.parametrize("num_points", [3, 4])  # as many as classes, and not
-def test_a_point_without_a_label_pays_for_none_of_its_functions(num_points):
-    model = classes(lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3), conditional="scalar")
-    scales = torch.tensor([0.9, 0.001, 0.8])
-    model.variational_strategy.base_variational_strategy.conditional.m = scales
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
-    mll = TighterELBO(likelihood, model, num_points, combine_terms=False)
-    x = torch.arange(float(num_points)).unsqueeze(-1)
-    labels = torch.arange(float(num_points)) % 3
-    labels[1] = math.nan
-    with gpytorch.settings.observation_nan_policy("fill"):
-        paid = num_points * mll(model(x), labels).conditional
-    expected = (num_points - 1) * sum(price(m) for m in scales.tolist())
-    torch.testing.assert_close(paid, torch.tensor(expected))
-
-
-@pytest.mark.parametrize("wrap", ["independent", "lmc"])
-def test_the_best_scales_of_a_point_without_a_label_cost_nothing(wrap):
-    wrappers = {
-        "independent": lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3),
-        "lmc": lambda s: LMCVariationalStrategy(s, num_tasks=3, num_latents=3),
-    }
-    model = classes(wrappers[wrap])
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
-    mll = TighterELBO(likelihood, model, 3, combine_terms=False)
-    x, labels = torch.arange(3.0).unsqueeze(-1), torch.tensor([0.0, math.nan, 2.0])
-    paid = []
-    for rows in (slice(None), [0, 2]):
-        torch.manual_seed(0)
-        with gpytorch.settings.observation_nan_policy("fill"), gpytorch.settings.num_likelihood_samples(20000):
-            paid.append(len(labels[rows]) * mll(model(x[rows]), labels[rows]).conditional)
-    torch.testing.assert_close(*paid, rtol=0.05, atol=1e-3)
-
-
-def test_learned_scales_follow_their_task_to_another_dimension():
-    points = torch.linspace(0, 1, 3).view(1, 1, 3, 1).repeat(2, 2, 1, 1)
-    make = lambda model: IndependentMultitaskVariationalStrategy(
-        tighter_gp.TighterVariationalStrategy(
-            model,
-            points,
-            gpytorch.variational.CholeskyVariationalDistribution(3, torch.Size([2, 2])),
-            conditional="scalar",
-        ),
-        num_tasks=2,
-        task_dim=-2,
-    )
-    model = GP(make)
-    strategy = model.variational_strategy.base_variational_strategy
-    strategy.conditional.m = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # task, model
-    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, batch_shape=torch.Size([2]))
-    mll = TighterELBO(likelihood, model, 5, combine_terms=False)
-    paid = mll(model(torch.rand(5, 1)), torch.randn(2, 5, 2)).conditional
-    torch.testing.assert_close(paid, torch.tensor([2 * price(0.9), 2 * price(0.1)]))
-
-
 # -- q(u), q(f) and the conditional, changed --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("look", [tighter_gp.evaluate_bound, tighter_gp.diagnose])
-def test_a_q_that_was_set_by_hand_is_the_one_that_is_looked_at(look):
-    model, likelihood = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales)), make_noise(0.3)
-    mean = torch.linspace(-3, 3, M)
-    distribution = model.variational_strategy._variational_distribution
-    distribution.variational_mean.data.copy_(mean)
-    look(model, likelihood, P.x, P.y)
-    assert torch.equal(distribution.variational_mean, mean)
-
-
-def test_a_frozen_part_of_q_stays_as_it_is():
-    model, likelihood = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales)), make_noise(0.3)
-    distribution = model.variational_strategy._variational_distribution
-    distribution.variational_mean.requires_grad_(False)
-    tighter_gp.fit(model, likelihood, P.x, P.y, steps=2)
-    assert torch.equal(distribution.variational_mean, torch.zeros(M))
 
 
 def test_a_covariance_of_training_is_not_computed_from_other_hyperparameters():
@@ -253,16 +121,6 @@ def test_a_covariance_of_training_is_not_computed_from_other_hyperparameters():
         model.covar_module.raw_outputscale.add_(1.0)
     with pytest.raises(RuntimeError, match="have changed since this q"):
         _ = q.covariance_matrix
-
-
-def test_a_conditional_that_is_put_in_later_has_its_price():
-    model, likelihood = gp(), make_noise(0.3)
-    VariationalELBO(likelihood, model, N)(model(P.x), P.y)
-    model.variational_strategy.conditional = tighter_gp.conditionals.ScalarConditional()
-    with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO subtracts"):
-        VariationalELBO(likelihood, model, N)(model(P.x), P.y)
-    model.variational_strategy.conditional = tighter_gp.conditionals.OptimalConditional()
-    VariationalELBO(likelihood, model, N)(model(P.x), P.y)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------------
@@ -343,82 +201,6 @@ def test_an_exported_module_takes_as_many_columns_as_the_model():
 
 
 # -- collapsed bounds: derivatives ------------------------------------------------------------------------------------------
-
-
-def dense_bound(kernel, z, x, y, mean, noise):
-    factor = torch.linalg.cholesky(kernel(z).to_dense())
-    a = torch.linalg.solve_triangular(factor, kernel(z, x).to_dense(), upper=False)
-    residual = kernel(x).to_dense().diagonal() - a.square().sum(0)
-    q = torch.distributions.MultivariateNormal(mean, a.mT @ a + noise * torch.eye(len(y)))
-    return q.log_prob(y) - 0.5 * torch.log1p(residual / noise).sum()
-
-
-class Features(gpytorch.kernels.Kernel):
-    def __init__(self, net):
-        super().__init__()
-        self.net, self.base = net, gpytorch.kernels.RBFKernel()
-
-    def forward(self, a, b, diag=False, **kwargs):
-        return self.base(self.net(a), self.net(b), diag=diag, **kwargs)
-
-
-class FeatureMean(gpytorch.means.Mean):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, a):
-        return self.net(a).sum(-1)
-
-
-def toy():
-    torch.manual_seed(0)
-    return 3 * torch.rand(20, 2), torch.randn(20), torch.tensor(0.1)
-
-
-def test_a_network_that_mean_and_kernel_share_has_its_gradient_once():
-    x, y, noise = toy()
-    net = torch.nn.Linear(2, 2)
-    model = tighter_gp.CollapsedGP(x, y, x[::5], Features(net), make_noise(noise), FeatureMean(net))
-    expected = dense_bound(model.covar_module, model.inducing_points, x, y, model.mean_module(x), noise)
-    found, wanted = (torch.autograd.grad(value, net.weight)[0] for value in (model.bound(), expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("chunk_size", [7, 100])
-def test_inducing_points_may_depend_on_the_inputs(chunk_size):
-    raw, y, noise = toy()
-    weight = torch.randn(2, 2, requires_grad=True)
-    kernel = gpytorch.kernels.RBFKernel()
-    x = raw @ weight
-    found = tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise, chunk_size=chunk_size)
-    expected = dense_bound(kernel, x[::5], x, y, torch.zeros(20), noise)
-    torch.testing.assert_close(found, expected)
-    leaves = [weight, *kernel.parameters()]
-    for one, other in zip(
-        *(torch.autograd.grad(value, leaves, retain_graph=True) for value in (found, expected)), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
-
-
-def test_a_hyperparameter_that_is_no_parameter_is_refused():
-    x, y, noise = toy()
-    kernel = gpytorch.kernels.RBFKernel()
-    value = torch.tensor([[0.3]], requires_grad=True)
-    del kernel.raw_lengthscale
-    kernel.raw_lengthscale = 1.0 * value
-    with pytest.raises(TypeError, match="raw_lengthscale of RBFKernel is a tensor with a gradient and no parameter"):
-        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
-    with torch.no_grad():
-        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
-
-
-def test_a_collapsed_bound_is_not_differentiated_twice():
-    x, y, _ = toy()
-    raw = torch.tensor(-1.0, requires_grad=True)
-    value = tighter_gp.collapsed_bound(gpytorch.kernels.RBFKernel(), x[::5], x, y, torch.nn.functional.softplus(raw))
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(value, raw, create_graph=True)
 
 
 # -- latent variables -------------------------------------------------------------------------------------------------------

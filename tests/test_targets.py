@@ -89,7 +89,13 @@ def test_wrong_labels_are_refused_wherever_they_come_from(how):
 def test_labels_that_are_true_or_false_train_as_zero_and_one(natural):
     x, y = data()
     fit = lambda labels: tighter_gp.fit(
-        model(conditional="beta"), LOGIT(), x, labels, steps=2, batch_size=N, natural_gradients=natural
+        model(conditional="beta"),
+        LOGIT(),
+        x,
+        labels,
+        steps=2,
+        batch_size=N,
+        recipe=tighter_gp.Recipe(natural=None if natural else 0),
     )
     expected = fit((y > 1).double()).loss
     for labels in (y > 1, (y > 1).numpy()):

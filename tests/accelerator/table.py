@@ -105,7 +105,13 @@ def waits_of_fit(feature: str, natural: bool) -> list[Wait]:
     marks: list[int] = []
     with validated(), waits() as found:
         mark = lambda step: marks.append(len(found))
-        feature_run(feature, "dev:1", recipe=tighter_gp.Recipe(lr=0.05, natural=None if natural else 0), callbacks=[mark], steps=4)
+        feature_run(
+            feature,
+            "dev:1",
+            recipe=tighter_gp.Recipe(lr=0.05, natural=None if natural else 0),
+            callbacks=[mark],
+            steps=4,
+        )
     return found[marks[2] : marks[3]]
 
 

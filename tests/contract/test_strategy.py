@@ -8,6 +8,7 @@ import pickle
 import gpytorch
 import pytest
 import torch
+from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 from linear_operator import to_linear_operator
 from linear_operator.utils.errors import NanError
@@ -582,3 +583,31 @@ def test_the_factor_that_others_ask_for_has_the_jitter():
     root = torch.randn(M, M)
     factor = strategy._cholesky_factor(to_linear_operator(root @ root.mT)).to_dense()
     torch.testing.assert_close(factor @ factor.mT, root @ root.mT + 0.3 * torch.eye(M))
+
+
+@pytest.mark.parametrize("look", [tighter_gp.evaluate_bound, tighter_gp.diagnose])
+def test_a_q_that_was_set_by_hand_is_the_one_that_is_looked_at(look):
+    model, likelihood = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales)), make_noise(0.3)
+    mean = torch.linspace(-3, 3, M)
+    distribution = model.variational_strategy._variational_distribution
+    distribution.variational_mean.data.copy_(mean)
+    look(model, likelihood, P.x, P.y)
+    assert torch.equal(distribution.variational_mean, mean)
+
+
+def test_a_frozen_part_of_q_stays_as_it_is():
+    model, likelihood = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales)), make_noise(0.3)
+    distribution = model.variational_strategy._variational_distribution
+    distribution.variational_mean.requires_grad_(False)
+    tighter_gp.fit(model, likelihood, P.x, P.y, steps=2)
+    assert torch.equal(distribution.variational_mean, torch.zeros(M))
+
+
+def test_a_conditional_that_is_put_in_later_has_its_price():
+    model, likelihood = gp(), make_noise(0.3)
+    VariationalELBO(likelihood, model, N)(model(P.x), P.y)
+    model.variational_strategy.conditional = tighter_gp.conditionals.ScalarConditional()
+    with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO subtracts"):
+        VariationalELBO(likelihood, model, N)(model(P.x), P.y)
+    model.variational_strategy.conditional = tighter_gp.conditionals.OptimalConditional()
+    VariationalELBO(likelihood, model, N)(model(P.x), P.y)

@@ -158,3 +158,79 @@ def test_float64_arrays_make_a_model_in_float64():
     wide = tighter_gp.collapsed_bound(kernel, z, x, y, 0.1)
     assert model.bound().dtype == wide.dtype == model.predict(x).mean.dtype == torch.float64
     torch.testing.assert_close(model.bound(), wide, rtol=1e-5, atol=0)  # parameters have float32's digits
+
+
+def dense_bound(kernel, z, x, y, mean, noise):
+    factor = torch.linalg.cholesky(kernel(z).to_dense())
+    a = torch.linalg.solve_triangular(factor, kernel(z, x).to_dense(), upper=False)
+    residual = kernel(x).to_dense().diagonal() - a.square().sum(0)
+    q = torch.distributions.MultivariateNormal(mean, a.mT @ a + noise * torch.eye(len(y)))
+    return q.log_prob(y) - 0.5 * torch.log1p(residual / noise).sum()
+
+
+class Features(gpytorch.kernels.Kernel):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.base = net, gpytorch.kernels.RBFKernel()
+
+    def forward(self, a, b, diag=False, **kwargs):
+        return self.base(self.net(a), self.net(b), diag=diag, **kwargs)
+
+
+class FeatureMean(gpytorch.means.Mean):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, a):
+        return self.net(a).sum(-1)
+
+
+def toy():
+    torch.manual_seed(0)
+    return 3 * torch.rand(20, 2), torch.randn(20), torch.tensor(0.1)
+
+
+def test_a_network_that_mean_and_kernel_share_has_its_gradient_once():
+    x, y, noise = toy()
+    net = torch.nn.Linear(2, 2)
+    model = tighter_gp.CollapsedGP(x, y, x[::5], Features(net), make_noise(noise), FeatureMean(net))
+    expected = dense_bound(model.covar_module, model.inducing_points, x, y, model.mean_module(x), noise)
+    found, wanted = (torch.autograd.grad(value, net.weight)[0] for value in (model.bound(), expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("chunk_size", [7, 100])
+def test_inducing_points_may_depend_on_the_inputs(chunk_size):
+    raw, y, noise = toy()
+    weight = torch.randn(2, 2, requires_grad=True)
+    kernel = gpytorch.kernels.RBFKernel()
+    x = raw @ weight
+    found = tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise, chunk_size=chunk_size)
+    expected = dense_bound(kernel, x[::5], x, y, torch.zeros(20), noise)
+    torch.testing.assert_close(found, expected)
+    leaves = [weight, *kernel.parameters()]
+    for one, other in zip(
+        *(torch.autograd.grad(value, leaves, retain_graph=True) for value in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_a_hyperparameter_that_is_no_parameter_is_refused():
+    x, y, noise = toy()
+    kernel = gpytorch.kernels.RBFKernel()
+    value = torch.tensor([[0.3]], requires_grad=True)
+    del kernel.raw_lengthscale
+    kernel.raw_lengthscale = 1.0 * value
+    with pytest.raises(TypeError, match="raw_lengthscale of RBFKernel is a tensor with a gradient and no parameter"):
+        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
+    with torch.no_grad():
+        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
+
+
+def test_a_collapsed_bound_is_not_differentiated_twice():
+    x, y, _ = toy()
+    raw = torch.tensor(-1.0, requires_grad=True)
+    value = tighter_gp.collapsed_bound(gpytorch.kernels.RBFKernel(), x[::5], x, y, torch.nn.functional.softplus(raw))
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(value, raw, create_graph=True)

@@ -12,10 +12,13 @@ from gpytorch.functions import log_normal_cdf
 from gpytorch.likelihoods import BernoulliLikelihood, MultitaskGaussianLikelihood, SoftmaxLikelihood
 from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
+from linear_operator import to_linear_operator
+from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tighter_gp import TighterELBO
 from tighter_gp.carrier import Carrier
 
 N, M, D, P, K, B = 11, 5, 2, 3, 2, 4
@@ -563,3 +566,109 @@ def test_a_training_step_makes_no_covariance_between_points(wrap, monkeypatch):
 
     monkeypatch.setattr(Carrier, "to_dense", refuse)
     (-tighter_gp.TighterELBO(likelihood, model, NUM_DATA)(model(x), y)).backward()
+
+
+class Areal(GP):
+    """Observes sums of f over neighbouring points."""
+
+    def __call__(self, x, prior=False, **kwargs):
+        q = super().__call__(x, prior=prior, **kwargs)
+        if prior:
+            return q
+        sums = torch.ones(1, x.size(-2))
+        operator = to_linear_operator(sums)
+        return q.__class__(q.mean @ sums.mT, operator @ q.lazy_covariance_matrix @ operator.mT)
+
+
+def test_sums_over_points_have_no_tighter_bound():
+    make = lambda model: tighter_gp.TighterVariationalStrategy(
+        model, torch.tensor([[100.0]]), gpytorch.variational.CholeskyVariationalDistribution(1, mean_init_std=0.0)
+    )
+    model, likelihood, y = Areal(make), make_noise(4.0), torch.zeros(1)
+    x = torch.linspace(0, 0.1, 4).unsqueeze(-1)
+    standard = VariationalELBO(likelihood, model, 1)(model(x), y)
+    covariance = model.covar_module(x).to_dense().sum().reshape(1, 1) + 4
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(1), covariance).log_prob(y)
+    assert standard < evidence
+    with pytest.raises(TypeError, match=r"mixes points.*VariationalELBO"):
+        TighterELBO(likelihood, model, 1)(model(x), y)
+
+
+def test_scaled_points_are_not_mixed():
+    model, likelihood = gp(), make_noise(0.3)
+    q = model(P.x)
+    scale = torch.linspace(0.5, 2, N)
+    operator = DiagLinearOperator(scale)
+    scaled = q.__class__(scale * q.mean, operator @ q.lazy_covariance_matrix @ operator)
+    value = TighterELBO(likelihood, model, N)(scaled, P.y)
+    residual, explained = q.lazy_covariance_matrix.residual, q.lazy_covariance_matrix.explained
+    ratio = scale.square() * residual / 0.3
+    misfit = ((P.y - scale * q.mean).square() + scale.square() * explained) / 0.3
+    terms = -0.5 * (math.log(2 * math.pi * 0.3) + misfit + ratio.log1p()).sum()
+    torch.testing.assert_close(N * value, terms - model.variational_strategy.kl_divergence())
+
+
+def classes(wrap, num_classes=3, **kwargs):
+    points = torch.full((num_classes, 1, 1), 50.0)
+    batch_shape = torch.Size([num_classes])
+    make = lambda model: wrap(
+        tighter_gp.TighterVariationalStrategy(
+            model, points, gpytorch.variational.CholeskyVariationalDistribution(1, batch_shape), **kwargs
+        )
+    )
+    return GP(make)
+
+
+@pytest.mark.parametrize("num_points", [3, 4])  # as many as classes, and not
+def test_a_point_without_a_label_pays_for_none_of_its_functions(num_points):
+    model = classes(lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3), conditional="scalar")
+    scales = torch.tensor([0.9, 0.001, 0.8])
+    model.variational_strategy.base_variational_strategy.conditional.m = scales
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+    mll = TighterELBO(likelihood, model, num_points, combine_terms=False)
+    x = torch.arange(float(num_points)).unsqueeze(-1)
+    labels = torch.arange(float(num_points)) % 3
+    labels[1] = math.nan
+    with gpytorch.settings.observation_nan_policy("fill"):
+        paid = num_points * mll(model(x), labels).conditional
+    expected = (num_points - 1) * sum(price(m) for m in scales.tolist())
+    torch.testing.assert_close(paid, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("wrap", ["independent", "lmc"])
+def test_the_best_scales_of_a_point_without_a_label_cost_nothing(wrap):
+    wrappers = {
+        "independent": lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3),
+        "lmc": lambda s: LMCVariationalStrategy(s, num_tasks=3, num_latents=3),
+    }
+    model = classes(wrappers[wrap])
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+    mll = TighterELBO(likelihood, model, 3, combine_terms=False)
+    x, labels = torch.arange(3.0).unsqueeze(-1), torch.tensor([0.0, math.nan, 2.0])
+    paid = []
+    for rows in (slice(None), [0, 2]):
+        torch.manual_seed(0)
+        with gpytorch.settings.observation_nan_policy("fill"), gpytorch.settings.num_likelihood_samples(20000):
+            paid.append(len(labels[rows]) * mll(model(x[rows]), labels[rows]).conditional)
+    torch.testing.assert_close(*paid, rtol=0.05, atol=1e-3)
+
+
+def test_learned_scales_follow_their_task_to_another_dimension():
+    points = torch.linspace(0, 1, 3).view(1, 1, 3, 1).repeat(2, 2, 1, 1)
+    make = lambda model: IndependentMultitaskVariationalStrategy(
+        tighter_gp.TighterVariationalStrategy(
+            model,
+            points,
+            gpytorch.variational.CholeskyVariationalDistribution(3, torch.Size([2, 2])),
+            conditional="scalar",
+        ),
+        num_tasks=2,
+        task_dim=-2,
+    )
+    model = GP(make)
+    strategy = model.variational_strategy.base_variational_strategy
+    strategy.conditional.m = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # task, model
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, batch_shape=torch.Size([2]))
+    mll = TighterELBO(likelihood, model, 5, combine_terms=False)
+    paid = mll(model(torch.rand(5, 1)), torch.randn(2, 5, 2)).conditional
+    torch.testing.assert_close(paid, torch.tensor([2 * price(0.9), 2 * price(0.1)]))

@@ -83,9 +83,7 @@ FORMS = {
     "curvature": Form(tighter(conditional="optimal")),
     "standard bound": Form(tighter(), VariationalELBO),
     "mean-field q(u)": Form(with_form(gpytorch.variational.MeanFieldVariationalDistribution)),
-    "natural gradients": Form(
-        with_form(gpytorch.variational.TrilNaturalVariationalDistribution), natural_gradients=True
-    ),
+    "natural form": Form(with_form(gpytorch.variational.TrilNaturalVariationalDistribution)),
     "SOLVE-GP": Form(solve_gp),
 }
 
@@ -201,8 +199,7 @@ def one_run(name: str, setting: Setting, seed: int, count: Count) -> None:
             objective=form.objective,
             steps=draw.choice((100, 200, 400)),
             batch_size=draw.choice((None, 20, 7)),
-            lr=setting.lr,
-            schedule=draw.choice(("constant", "cosine")),
+            recipe=tighter_gp.Recipe(lr=setting.lr, schedule=draw.choice(("constant", "cosine"))),
             seed=seed,
             callbacks=[check],
             progress=False,

@@ -214,7 +214,10 @@ def test_a_run_that_ended_with_its_best_parameters_is_prolonged_from_its_last_on
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"batch_size": 20}, "batch_size was 16 and is 20"),
         ({"lr": 0.1}, "recipe was .*lr=None.* and is .*lr=0.1"),
-        ({"recipe": Recipe(schedule=lambda done: 1 - done)}, "recipe was .*schedule=1, 1, .* and is .*schedule=1, 0.75"),
+        (
+            {"recipe": Recipe(schedule=lambda done: 1 - done)},
+            "recipe was .*schedule=1, 1, .* and is .*schedule=1, 0.75",
+        ),
         ({"validation": (data(9)[0] + 1, data(9)[1])}, "held-out data was"),
         ({"x": data()[0] + 1}, "data was"),
         ({"kernel": "matern52"}, "modules differ, such as model.covar_module.base_kernel: MaternKernel"),
@@ -318,7 +321,7 @@ def test_priors_and_constraints_come_back(tmp_path):
 
     path = tmp_path / "run.pt"
     whole = fit(*make(), *data(), steps=6).loss
+    options = {"steps": 6, "checkpoint": path, "recipe": Recipe(checkpoint_every=2)}
     with pytest.raises(Interrupted):
-        options = {"steps": 6, "checkpoint": path, "recipe": Recipe(checkpoint_every=2)}
         fit(*make(), *data(), callbacks=[interrupt_at(4)], **options)
     assert fit(*make(), *data(), resume=True, **options).loss == whole

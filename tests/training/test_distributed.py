@@ -111,7 +111,9 @@ def interrupted(path: Path) -> None:
 
 def resumed(path: Path) -> torch.Tensor:
     model, likelihood = problem()
-    return outcome(model, likelihood, fit(model, likelihood, *data(), checkpoint=path, resume=True, steps=12, batch_size=7))
+    return outcome(
+        model, likelihood, fit(model, likelihood, *data(), checkpoint=path, resume=True, steps=12, batch_size=7)
+    )
 
 
 def loaded(parts) -> torch.Tensor:
@@ -139,7 +141,9 @@ def worker(rank: int, folder: str) -> None:
         lik = tighter_gp.likelihoods.BernoulliLogitLikelihood() if natural is None else likelihood
         y = (data()[1] > 0).double() if natural is None else data()[1]
         recipe = Recipe(natural=natural)
-        history = fit(model, lik, data()[0], y, objective=objective, steps=8, batch_size=7, recipe=recipe, progress=False)
+        history = fit(
+            model, lik, data()[0], y, objective=objective, steps=8, batch_size=7, recipe=recipe, progress=False
+        )
         results[f"failing {natural}"] = outcome(model, lik, history)
     results["loader"] = loaded(PARTS[rank])
     for name, call in {
@@ -226,7 +230,15 @@ def test_torchrun_needs_no_more_than_fit(tmp_path):
         "found = run(*problem())\n"
         "torch.save(found, sys.argv[1] + __import__('os').environ['RANK'])\n"
     )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), str(tmp_path / "out")]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(program),
+        str(tmp_path / "out"),
+    ]
     environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", *launch], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

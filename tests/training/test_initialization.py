@@ -126,9 +126,7 @@ def test_fit_asks_for_it():
     history = tighter_gp.fit(model, likelihood, x, y, epochs=1, batch_size=100, initialize=True)
     other = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
     assert history.loss[0] < tighter_gp.fit(*other, x, y, epochs=1, batch_size=100).loss[0]
-    with pytest.raises(
-        ValueError, match=r"initialize=True needs arrays: call tighter_gp"
-    ):
+    with pytest.raises(ValueError, match=r"initialize=True needs arrays: call tighter_gp"):
         tighter_gp.fit(model, likelihood, torch.utils.data.DataLoader([(x, y)]), initialize=True)
 
 

@@ -76,7 +76,9 @@ def test_a_second_failure_in_a_row_undoes_the_last_update(natural):
     assert same(states[5], states[2])
     assert not same(states[6], states[5])
     assert history.skipped[1][1].endswith("The last update was undone.")
-    change = lambda after, before: (parameters_of(states[after]) - parameters_of(states[before])).nan_to_num().abs().max()
+    change = lambda after, before: (
+        (parameters_of(states[after]) - parameters_of(states[before])).nan_to_num().abs().max()
+    )
     assert change(6, 5) < 0.3 * 0.05 < change(3, 2)  # a quarter of the learning rate
 
 
@@ -89,7 +91,9 @@ def test_too_many_failures_in_a_row_raise_and_leave_the_last_good_parameters():
     watch = Watch()
     objective = failing_objective(range(5, 99), "raise")
     options = {"steps": 30, "batch_size": 16, "objective": objective, "progress": False}
-    with pytest.raises(RuntimeError, match="4 steps in a row failed, the last, step 8, with: K_ZZ is not positive definite"):
+    with pytest.raises(
+        RuntimeError, match="4 steps in a row failed, the last, step 8, with: K_ZZ is not positive definite"
+    ):
         fit(model, likelihood, *data(), recipe=Recipe(max_failures=4), callbacks=[watch], **options)
     assert same(state(model, likelihood), watch.states[3])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tighter_gp
-from tests.training.problems import N, Count, collapsed, data, parameters, problem
+from tests.training.problems import Count, N, collapsed, data, parameters, problem
 from tighter_gp import Recipe, fit
 from tighter_gp.training import mean_nlpd, validation
 
@@ -50,7 +50,7 @@ def test_noise_per_point_goes_with_the_points():
     x, y = HELD_OUT
     likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((N,), 0.1))
     noise = torch.linspace(0.1, 1.0, 19)
-    with pytest.raises(ValueError, match='validation=\\(x, y, {"noise": noise}\\)'):
+    with pytest.raises(ValueError, match=r'validation=\(x, y, {"noise": noise}\)'):
         fit(problem()[0], likelihood, *data(), steps=1, validation=HELD_OUT)
     model = problem()[0]
     history = fit(model, likelihood, *data(), steps=1, validation=(x, y, {"noise": noise.numpy()}))

@@ -12,7 +12,7 @@ from gpytorch.likelihoods import SoftmaxLikelihood
 from torch import Tensor
 
 from ..carrier import Carrier, find_carriers, mixes_points
-from ..conditionals import Conditional, OptimalConditional
+from ..conditionals import Conditional
 from ..likelihoods.expectations import (
     correlates_tasks,
     draw_samples,
@@ -26,7 +26,7 @@ from ..likelihoods.expectations import (
 from ..likelihoods.family import family, filled, gaussian_noise, signed
 from ..likelihoods.targets import check_arguments
 from ..maths.bounds import gaussian_expected_log_prob, scale_penalty
-from .wrapped import copied_dims, pull_back, sum_copies, with_variance
+from .wrapped import copied_dims, pull_back, with_variance
 
 # Evaluations of a curvature that is estimated by sampling: they cost more and know less.
 _SAMPLED_STEPS = 3
@@ -76,9 +76,7 @@ def data_terms(
         >>> bool(terms.conditional >= 0)
         True
     """
-    return carried_terms(
-        carrier_of(q), likelihood, q, target, mask=mask, beta=beta, by_curvature=by_curvature, **kwargs
-    )
+    return carried_terms(carrier_of(q), likelihood, q, target, mask, beta, by_curvature, **kwargs)
 
 
 def carried_terms(
@@ -86,7 +84,6 @@ def carried_terms(
     likelihood: Any,
     q: MultivariateNormal,
     target: Tensor,
-    *,
     mask: Tensor | None,
     beta: float,
     by_curvature: bool = False,
@@ -96,133 +93,132 @@ def carried_terms(
     if kwargs:
         check_arguments(likelihood, kwargs)
     target = signed(target) if mask is None else filled(signed(target), mask)
-    if family(likelihood).is_gaussian:
-        log_prob, penalty = _gaussian_terms(likelihood, q, carrier, target, mask, beta, **kwargs)
-    else:
-        log_prob, penalty = _other_terms(likelihood, q, carrier, target, mask, beta, by_curvature, **kwargs)
+    batch = _Batch(carrier, likelihood, q, target, mask, beta, by_curvature, kwargs)
+    log_prob, penalty = batch.gaussian() if family(likelihood).is_gaussian else batch.other()
     # Copies of one function pay once; some likelihoods sum over tasks, some do not: sum over all that is not batch.
-    num_copies, num_batch = math.prod(carrier.batch_shape[dim] for dim in copied_dims(q, carrier)), len(q.batch_shape)
+    num_copies, num_batch = math.prod(carrier.batch_shape[dim] for dim in batch.copied), len(q.batch_shape)
     return DataTerms(_sum_from(_masked(log_prob, mask), num_batch), _sum_from(penalty, num_batch) / num_copies)
 
 
-def _gaussian_terms(
-    likelihood: Any,
-    q: MultivariateNormal,
-    carrier: Carrier,
-    target: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Expected log density and price, point by point, in closed form."""
-    noise = gaussian_noise(likelihood, q.batch_shape, q.event_shape, **kwargs)
-    conditional, origin = carrier.origin.strategy.conditional, carrier.origin
-    if conditional.is_learned:
-        kept, penalty = _learned(likelihood, q, carrier, mask)
-    else:
-        # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
-        weights = _masked(noise.reciprocal(), mask)
-        precision = sum_copies(pull_back(q, carrier, weights), copied_dims(q, carrier)) / beta
-        within = lambda sets: origin.strategy.prior(origin.projection.matrix.dtype).residual_within(
-            origin.projection, origin.x, sets
-        )
-        kept, penalty = conditional.optimum(carrier.residual, precision, within, origin.index)
-    variance = carrier.explained + kept
-    if q.lazy_covariance_matrix is not carrier:
-        variance = event_variance(with_variance(q, variance))
-    return gaussian_expected_log_prob(target, q.mean, variance, noise), penalty
+class _Batch(NamedTuple):
+    """What the terms of a batch are computed from."""
 
+    carrier: Carrier
+    likelihood: Any
+    q: MultivariateNormal
+    target: Tensor
+    mask: Tensor | None
+    beta: float
+    by_curvature: bool
+    kwargs: dict[str, Any]
 
-def _other_terms(
-    likelihood: Any,
-    q: MultivariateNormal,
-    carrier: Carrier,
-    target: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    by_curvature: bool,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """The same for any other likelihood, at the scales where the derivative in them vanishes."""
-    conditional, residual = carrier.origin.strategy.conditional, carrier.residual
-    if conditional.is_learned:
-        kept, penalty = _learned(likelihood, q, carrier, mask)
-    elif not conditional.is_gaussian_only:
-        scale = _best_scale(conditional, likelihood, q, carrier, target, mask, beta, **kwargs)
-        kept, penalty = scale * residual, scale_penalty(scale)
-    else:
-        raise no_closed_form(conditional, likelihood)
-    expectation = sampled_log_prob if by_curvature and family(likelihood).is_sampled else expected_log_prob
-    return expectation(likelihood, target, with_variance(q, carrier.explained + kept), **kwargs), penalty
+    @property
+    def conditional(self) -> Any:
+        return self.carrier.origin.strategy.conditional
 
+    @property
+    def copied(self) -> tuple[int, ...]:
+        return copied_dims(self.q, self.carrier)
 
-def _learned(likelihood: Any, q: MultivariateNormal, carrier: Carrier, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a learned conditional keeps of the residual, and its price; nothing is paid where no observation sees a function."""
-    conditional, residual, index = carrier.origin.strategy.conditional, carrier.residual, carrier.origin.index
-    kept = conditional.scale(residual, index=index) * residual
-    penalty = conditional.penalty(residual, index=index).expand_as(residual)
-    if mask is not None or q.lazy_covariance_matrix is not carrier:
-        weights = torch.ones_like(q.mean) if mask is None else _of_functions(mask, likelihood, q).to(q.mean.dtype)
-        penalty = penalty * (sum_copies(pull_back(q, carrier, weights), copied_dims(q, carrier)) > 0)
-    return kept, penalty
+    @property
+    def is_plain(self) -> bool:
+        """Whether no wrapper stands between the latent functions and q(f)."""
+        return self.q.lazy_covariance_matrix is self.carrier
 
+    def gaussian(self) -> tuple[Tensor, Tensor]:
+        """Expected log density and price, point by point, in closed form."""
+        q, residual, origin = self.q, self.carrier.residual, self.carrier.origin
+        noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **self.kwargs)
+        if self.conditional.is_learned:
+            kept, penalty = self.learned()
+        else:
+            # lambda_n of each latent function: d/dd_n of the expected misfit sum(variance / noise).
+            precision = self.sum_copies(pull_back(q, self.carrier, _masked(noise.reciprocal(), self.mask))) / self.beta
+            within = lambda sets: origin.strategy.prior().residual_within(origin.projection, origin.x, sets)
+            kept, penalty = self.conditional.optimum(residual, precision, within, origin.index)
+        variance = self.carrier.explained + kept
+        if not self.is_plain:
+            variance = event_variance(with_variance(q, variance))
+        return gaussian_expected_log_prob(self.target, q.mean, variance, noise), penalty
 
-def _best_scale(
-    conditional: OptimalConditional,
-    likelihood: Any,
-    q: MultivariateNormal,
-    carrier: Carrier,
-    target: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    **kwargs: Any,
-) -> Tensor:
-    """The best :math:`m_n` of each latent function, without a graph."""
-    is_plain = mask is None and q.lazy_covariance_matrix is carrier
-    if is_plain and _has(likelihood, "best_scale"):
-        return likelihood.best_scale(q.mean, carrier.explained, carrier.residual, beta)
-    curvature, copied = _curvature(likelihood, q, carrier, target, mask, is_plain, **kwargs), copied_dims(q, carrier)
-    num_steps = min(conditional.num_steps, _SAMPLED_STEPS) if family(likelihood).is_sampled else conditional.num_steps
-    return conditional.solve(carrier.residual, lambda m: sum_copies(curvature(m), copied) / beta, num_steps)
+    def other(self) -> tuple[Tensor, Tensor]:
+        """The same for any other likelihood, at the scales where the derivative in them vanishes."""
+        if self.conditional.is_learned:
+            kept, penalty = self.learned()
+        elif not self.conditional.is_gaussian_only:
+            scale = self.best_scale()
+            kept, penalty = scale * self.carrier.residual, scale_penalty(scale)
+        else:
+            raise no_closed_form(self.conditional, self.likelihood)
+        is_sampled = self.by_curvature and family(self.likelihood).is_sampled
+        expectation = sampled_log_prob if is_sampled else expected_log_prob
+        narrowed = with_variance(self.q, self.carrier.explained + kept)
+        return expectation(self.likelihood, self.target, narrowed, **self.kwargs), penalty
 
+    def learned(self) -> tuple[Tensor, Tensor]:
+        """What a learned conditional keeps of the residual, and its price, which is paid where observations see a function."""
+        conditional, residual, index = self.conditional, self.carrier.residual, self.carrier.origin.index
+        kept = conditional.scale(residual, index=index) * residual
+        penalty = conditional.penalty(residual, index=index).expand_as(residual)
+        if self.mask is not None or not self.is_plain:
+            weights = torch.ones_like(self.q.mean) if self.mask is None else self.seen().to(self.q.mean.dtype)
+            penalty = penalty * (self.sum_copies(pull_back(self.q, self.carrier, weights)) > 0)
+        return kept, penalty
 
-def _curvature(
-    likelihood: Any,
-    q: MultivariateNormal,
-    carrier: Carrier,
-    target: Tensor,
-    mask: Tensor | None,
-    is_plain: bool,
-    **kwargs: Any,
-) -> Callable[[Tensor], Tensor]:
-    r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
-    explained, residual = carrier.explained, carrier.residual
-    if is_plain and _has(likelihood, "curvature_of_moments"):
-        known = likelihood.curvature_of_moments(target, q.mean.detach())
-        return lambda scale: known(torch.addcmul(explained, scale, residual))
+    def best_scale(self) -> Tensor:
+        """The best :math:`m_n` of each latent function, without a graph."""
+        likelihood, carrier, conditional = self.likelihood, self.carrier, self.conditional
+        if self.is_plain and self.mask is None and _has(likelihood, "best_scale"):
+            return likelihood.best_scale(self.q.mean, carrier.explained, carrier.residual, self.beta)
+        curvature, num_steps = self.curvature(), conditional.num_steps
+        if family(likelihood).is_sampled:
+            num_steps = min(num_steps, _SAMPLED_STEPS)
+        return conditional.solve(carrier.residual, lambda m: self.sum_copies(curvature(m)) / self.beta, num_steps)
 
-    def by_derivative(scale: Tensor) -> Tensor:
-        # Price: the derivative of an expectation in the variance is half the expected second derivative.
-        kept = (scale * residual).requires_grad_()
+    def curvature(self) -> Callable[[Tensor], Tensor]:
+        r""":math:`\lambda_n` of each latent function as a function of the scales :math:`m_n`, to be called without a graph."""
+        likelihood, explained, residual = self.likelihood, self.carrier.explained, self.carrier.residual
+        if self.is_plain and self.mask is None and _has(likelihood, "curvature_of_moments"):
+            known = likelihood.curvature_of_moments(self.target, self.q.mean.detach())
+            return lambda scale: known(torch.addcmul(explained, scale, residual))
+        return self.sampled_curvature(draw_samples(self.q)) if family(likelihood).is_sampled else self.by_derivative
+
+    def by_derivative(self, scale: Tensor) -> Tensor:
+        """Price: the derivative of an expectation in the variance is half the expected second derivative."""
+        kept = (scale * self.carrier.residual).requires_grad_()
         with torch.enable_grad():
-            narrowed = with_variance(q, explained + kept)
-            log_prob = _masked(expected_log_prob(likelihood, target, narrowed, **kwargs), mask)
-            (slope,) = torch.autograd.grad(log_prob.sum(), kept)
+            narrowed = with_variance(self.q, self.carrier.explained + kept)
+            log_prob = expected_log_prob(self.likelihood, self.target, narrowed, **self.kwargs)
+            (slope,) = torch.autograd.grad(_masked(log_prob, self.mask).sum(), kept)
         return -2 * slope
 
-    if not family(likelihood).is_sampled:
-        return by_derivative
-    draws, seen = draw_samples(q), None if mask is None else _of_functions(mask, likelihood, q)
+    def sampled_curvature(self, draws: Tensor) -> Callable[[Tensor], Tensor]:
+        """Mean second derivatives over samples from the same draws at every scale."""
+        q, seen = self.q, None if self.mask is None else self.seen()
+        is_matrix = correlates_tasks(q)
+        if seen is not None and is_matrix:
+            seen = seen.unsqueeze(-1) & seen.unsqueeze(-2)
 
-    def by_samples(scale: Tensor) -> Tensor:
-        narrowed = with_variance(q, explained + scale * residual)
-        curvature = mean_curvature(likelihood, target, narrowed, place_samples(narrowed, draws), **kwargs)
-        if correlates_tasks(q):
-            both = None if seen is None else seen.unsqueeze(-1) & seen.unsqueeze(-2)
-            return pull_back(q, carrier, _masked(curvature, both), task_covariance)
-        return pull_back(q, carrier, _masked(curvature, seen))
+        def curvature(scale: Tensor) -> Tensor:
+            narrowed = with_variance(q, self.carrier.explained + scale * self.carrier.residual)
+            samples = place_samples(narrowed, draws)
+            found = _masked(mean_curvature(self.likelihood, self.target, narrowed, samples, **self.kwargs), seen)
+            return pull_back(q, self.carrier, found, task_covariance if is_matrix else event_variance)
 
-    return by_samples
+        return curvature
+
+    def seen(self) -> Tensor:
+        """Which functions are observed, in the shape of q's mean: with one label per point all of a point or none."""
+        q, mask = self.q, self.mask
+        assert mask is not None
+        is_label = isinstance(self.likelihood, SoftmaxLikelihood) or mask.shape[-len(q.event_shape) :] != q.event_shape
+        is_several = isinstance(q, MultitaskMultivariateNormal)
+        return (mask.unsqueeze(-1) if is_label and is_several else mask).expand_as(q.mean)
+
+    def sum_copies(self, precision: Tensor) -> Tensor:
+        """Copies of one function are seen by the observations of all."""
+        copied = self.copied
+        return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
 
 
 def _has(likelihood: Any, name: str) -> bool:
@@ -257,13 +253,6 @@ def no_closed_form(conditional: Conditional, likelihood: Any) -> TypeError:
         f"{type(conditional).__name__} has a closed form for Gaussian noise only; got {type(likelihood).__name__}. "
         "Build the last layer's strategy with conditional='optimal', 'beta' or 'scalar'."
     )
-
-
-def _of_functions(mask: Tensor, likelihood: Any, q: MultivariateNormal) -> Tensor:
-    """Which functions are observed, in the shape of q's mean: with one label per point all of a point or none."""
-    is_label = isinstance(likelihood, SoftmaxLikelihood) or mask.shape[-len(q.event_shape) :] != q.event_shape
-    is_several = isinstance(q, MultitaskMultivariateNormal)
-    return (mask.unsqueeze(-1) if is_label and is_several else mask).expand_as(q.mean)
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -174,7 +174,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             if target.device.type == "cpu":
                 check_targets(self.likelihood, target)
         mask = observed(self.likelihood, target, q.event_shape)
-        terms = carried_terms(carrier, self.likelihood, q, target, mask=mask, beta=self.beta, **kwargs)
+        terms = carried_terms(carrier, self.likelihood, q, target, mask, self.beta, **kwargs)
         hidden = [s for s in strategies if s is not carrier.origin.strategy and s.conditional.is_learned]
         return terms._replace(conditional=sum(map(_hidden_penalty, hidden)) * num_batch + terms.conditional)
 

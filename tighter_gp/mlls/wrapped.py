@@ -53,11 +53,6 @@ def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(q.batch_shape), len(carrier.batch_shape)) if carrier.copied[dim])
 
 
-def sum_copies(precision: Tensor, copied: tuple[int, ...]) -> Tensor:
-    """Copies of one function are seen by the observations of all."""
-    return precision.sum(copied, keepdim=True).expand_as(precision) if copied else precision
-
-
 def wrapped_divergence(strategy: Any, q: MultivariateNormal, carrier: Carrier) -> Tensor:
     """KL divergence of the q(u) that made q(f), summed over the latent functions that make up one model."""
     if not hasattr(strategy, "base_variational_strategy") and strategy is not carrier.origin.strategy:

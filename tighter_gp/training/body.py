@@ -84,7 +84,9 @@ def body(
         with _frozen(parts):
             loss = known.loss(second_pass(problem, batch, origins))
         ok = [*ok, torch.isfinite(loss.detach())]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) if leaves else ()
+    gradients: Sequence[Tensor] = ()
+    if leaves:
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     gradients = [g.to_dense() if g.is_sparse else g for g in gradients]  # of a table of latent variables
     return Result(first.detach(), gradients, list(natural), ok)
 
@@ -151,7 +153,7 @@ def _move(
     natural: Sequence[Natural],
     slopes: Sequence[tuple[Any, Slopes]],
     size: Size,
-    reach: float | None,
+    reach: float | Tensor | None,
     reduce: Any,
 ) -> tuple[list[Natural], list[Tensor]]:
     """A natural step of every part, written to the parameters of q(u); and flags."""
@@ -161,7 +163,7 @@ def _move(
     moved, flags = [], []
     with torch.no_grad(), full_precision(own[0].matrix.device.type):
         sums = [t for part, q, s in zip(parts, natural, own, strict=True) for t in part.sums(q, s)]
-        sums = reduce.first(*sums)
+        sums = reduce(*sums)
         for number, (part, q, found) in enumerate(zip(parts, natural, own, strict=True)):
             gram, vector = sums[2 * number : 2 * number + 2]
             q, values, ok = part.move(q, gram, vector, found, size, reach, reduce)
@@ -182,11 +184,8 @@ def reach(problem: Problem, batch: Batch) -> float | Tensor:
 class Alone:
     """Sums over the processes where there is but one."""
 
-    def first(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The sums of the step."""
-        return tensors
-
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The sums of some tensors."""
         return tensors
 
     def largest(self, value: Tensor) -> Tensor:

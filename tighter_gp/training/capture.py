@@ -85,9 +85,10 @@ class Captured:
     def __call__(self, natural: Sequence[Natural], batch: Batch, size: float) -> tuple | None:
         """Loss, flag, gradients, natural parameters and values of q(u); None where there is no graph."""
         tensors = {name: value for name, value in batch.kwargs.items() if isinstance(value, Tensor)}
-        values = dict(self.module.named_parameters())
+        values: dict[str, Tensor] = dict(self.module.named_parameters())
         values |= {name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
         rows = self.problem.positions(batch)
+        assert batch.x is not None
         given = [batch.x, batch.y, *rows.values(), *tensors.values()]
         state = [tensor for q in natural for tensor in q]
         step = torch.full((1,), size, dtype=torch.float64, device=self.problem.device)
@@ -172,7 +173,7 @@ def _compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Graph:
             with _untried_processor():
                 options = {"config_patches": _OPTIONS}
                 direct = torch._inductor.standalone_compile(
-                    graph, inputs, dynamic_shapes="from_example_inputs", options=options
+                    graph, list(inputs), dynamic_shapes="from_example_inputs", options=options
                 )
                 direct(*inputs)
             return direct
@@ -188,7 +189,7 @@ def _untried_processor() -> Iterator[None]:
     """What was believed of the processor without a try is forgotten afterwards, and Inductor's loggers are quiet."""
     from torch._inductor import cpu_vec_isa
 
-    tries = [type(isa).__bool__ for isa in cpu_vec_isa.supported_vec_isa_list]
+    tries: list[Any] = [type(isa).__bool__ for isa in cpu_vec_isa.supported_vec_isa_list]
     caches = [f for f in (cpu_vec_isa.valid_vec_isa_list, *tries) if hasattr(f, "cache_info")]
     empty = [function for function in caches if not function.cache_info().currsize]
     loggers = [logging.getLogger(f"torch._inductor.{name}") for name in ("ir", "standalone_compile")]

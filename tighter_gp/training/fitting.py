@@ -161,6 +161,8 @@ def fit(
         start_from_data(model, likelihood, x, y, seed=seed)
     with distributed.group(like.device):
         size = None if collapsed else batch_size
+        if objective is TighterELBO and x is not None:  # another may take arguments of its own
+            check_arguments(likelihood, kwargs)
         source = _make_source(model, likelihood, x, y, kwargs, size, seed, num_data, like)
         mll = make_objective(model, likelihood, objective, source.num_data)
         _say_what_is_odd(model, likelihood, source, mll, kwargs)
@@ -293,8 +295,6 @@ def _make_source(
     check_array("y", y)
     if isinstance(likelihood, DirichletClassificationLikelihood) and y.ndim == 1:
         raise ValueError("Of DirichletClassificationLikelihood pass y=likelihood.transformed_targets, not labels.")
-    if x is not None:
-        check_arguments(likelihood, kwargs)
     source = ArrayBatches(x, y, fixed | kwargs, batch_size, seed, like, not is_collapsed(model), check_y)
     if isinstance(x, Tensor):
         check_finite("x", x)

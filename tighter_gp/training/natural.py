@@ -138,7 +138,7 @@ class Part:
         vector: Tensor,
         slopes: Slopes,
         size: Size,
-        reach: float | None,
+        reach: float | Tensor | None,
         reduce: Any,
     ) -> tuple[Natural, list[Tensor], Tensor]:
         r"""One step.
@@ -196,7 +196,8 @@ class Part:
     def _values(self, q: Natural) -> tuple[list[Tensor], Tensor]:
         if len(self.distributions) == 1:
             return _parameters_of(self.distributions[0], q.precision, q.linear)
-        mean, values, ok = _solve(q.precision, q.linear), [], torch.isfinite(q.linear).all()
+        mean, ok = _solve(q.precision, q.linear), torch.isfinite(q.linear).all()
+        values: list[Tensor] = []
         for distribution, rows in zip(self.distributions, self.within, strict=True):
             block = q.precision[..., rows, rows]
             found, is_fine = _parameters_of(distribution, block, (block @ mean[..., rows, None]).squeeze(-1))

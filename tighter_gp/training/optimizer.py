@@ -28,7 +28,7 @@ _LARGEST_ENTRY = 1e-4
 class Adam(NamedTuple):
     """What Adam remembers: the number of steps, and means of gradients and of their squares."""
 
-    count: int
+    steps: int
     mean: list[Tensor]
     square: list[Tensor]
 
@@ -54,7 +54,7 @@ def update(
         return state
     largest = _LARGEST_ENTRY * math.sqrt(min(torch.finfo(p.dtype).max for p in parameters))
     gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -largest), largest)
-    count = state.count + 1
+    count = state.steps + 1
     mean = list(torch._foreach_mul(state.mean, _DECAY))
     torch._foreach_add_(mean, gradients, alpha=1 - _DECAY)
     square = list(torch._foreach_mul(state.square, _SQUARES))

@@ -31,7 +31,8 @@ class Pass(NamedTuple):
     @property
     def origins(self) -> list[Origin]:
         """What q(f) was made of, one per strategy."""
-        return [carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix)]
+        found = (carrier.origin for carrier in find_carriers(self.q.lazy_covariance_matrix))
+        return [origin for origin in found if origin is not None]
 
 
 def project(problem: Problem, batch: Batch, check: bool) -> Projection:

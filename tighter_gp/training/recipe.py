@@ -72,11 +72,12 @@ class Recipe:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, numbers.Real) or not (0 < value < math.inf or (name == "natural" and value == 0)):
+            number = float(value) if isinstance(value, numbers.Real) else math.nan  # also one of numpy's
+            if not (0 < number < math.inf or (name == "natural" and number == 0)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}.")
-            if name.startswith("natural") and value > 1:
+            if name.startswith("natural") and number > 1:
                 raise ValueError(f"{name} is the size of a step, at most 1; got {value!r}.")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, number)
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; got {self.compile!r}.")
         if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:

@@ -126,8 +126,9 @@ class Run:
 
     def _finish(self) -> Batch | None:
         """All steps that are left; the last batch."""
-        if self.plan.validation is not None:
-            self._quietly(lambda: self.plan.validation.score(self.problem.model, slice(1)))  # shapes that do not fit
+        held_out = self.plan.validation
+        if held_out is not None:
+            self._quietly(lambda: held_out.score(self.problem.model, slice(1)))  # shapes that do not fit
         try:
             last = self._loop()
         except KeyboardInterrupt:
@@ -148,11 +149,7 @@ class Run:
             with own_random_state(self.problem.device):
                 batch = next(batches)
                 is_due = self.progress.is_due(history.steps + 1, self.total)
-                loss = (
-                    self._quietly(lambda batch=batch: float(self.problem.loss(batch._replace(weight=1.0))))
-                    if is_due
-                    else None
-                )
+                loss = self._loss(batch) if is_due else None
                 converged = self._step(batch)
                 self.progress.step(history, self.total, loss)
                 stop = self._after_step() or bool(converged)
@@ -189,11 +186,14 @@ class Run:
 
     def _check_end(self, batch: Batch) -> None:
         """Undo the last update if the bound cannot be computed after it: no further step would notice."""
-        loss = self._quietly(lambda: float(self.problem.loss(batch)))
+        loss = self._loss(batch)
         failed = loss is None or not math.isfinite(loss)
         if self.state.guard.before is not None and distributed.total(float(failed), self.problem.device):
             self.state.guard, _ = self.guard.undo(self.state.guard)
             self._skip(self.history.steps - 1, "the bound is not finite after it. The last update was undone.")
+
+    def _loss(self, batch: Batch) -> float | None:
+        return self._quietly(lambda: float(self.problem.loss(batch._replace(weight=1.0))))
 
     def _quietly(self, function: Callable[[], float]) -> float | None:
         """A value that changes nothing; None where it fails numerically."""

@@ -64,6 +64,14 @@ class Step(Protocol):
         """Take a step."""
         ...
 
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        """The state as tensors, numbers, lists and dicts."""
+        ...
+
+    def load_state_dict(self, saved: dict[str, Any]) -> Any:
+        """The state from that."""
+        ...
+
 
 class State(NamedTuple):
     """What a run remembers.
@@ -192,7 +200,7 @@ class GradientStep:
             "is_warm": state.is_warm,
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> State:
+    def load_state_dict(self, saved: dict[str, Any]) -> State:
         """The state from that."""
         device = self.problem.device
         natural = [Natural(*(tensor.to(device) for tensor in q)) for q in saved["natural"]]
@@ -225,14 +233,13 @@ class Sums(Alone):
         self.num_natural = sum(q.precision.numel() + q.linear.numel() for q in natural)
         self.is_first = bool(parts)
 
-    def first(self, *tensors: Tensor) -> Sequence[Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The sums of some tensors; those of the natural step come first."""
         self.is_first = False
         return self.send(torch.float64, *tensors)
 
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.send(torch.float64, *tensors)
-
     def largest(self, value: Tensor) -> Tensor:
+        """The largest value over the processes."""
         return self.send.largest(value)
 
     def last(self, *tensors: Tensor) -> Sequence[Tensor]:

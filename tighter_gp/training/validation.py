@@ -52,7 +52,7 @@ class HeldOut:
     def score(self, model: Any, rows: slice = slice(None)) -> float:
         """Mean negative log predictive density per point."""
         per_point = (Tensor, np.ndarray)
-        kwargs = {n: v[..., rows] if isinstance(v, per_point) else v for n, v in self.kwargs.items()}
+        kwargs: dict[str, Any] = {n: v[..., rows] if isinstance(v, per_point) else v for n, v in self.kwargs.items()}
         y = predict_y(model, self.likelihood, self.x[rows], **kwargs)
         return -float(y.log_prob(self.y[rows]).double().nanmean())
 
