@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import gpytorch
 import pytest
 import torch
+from gpytorch.kernels import (
+    RBFKernel,
+)
 from gpytorch.mlls import VariationalELBO
-from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    NaturalVariationalDistribution,
+    VariationalStrategy,
+)
 from linear_operator import to_linear_operator
 from linear_operator.utils.errors import NanError
 
@@ -611,3 +619,17 @@ def test_a_conditional_that_is_put_in_later_has_its_price():
         VariationalELBO(likelihood, model, N)(model(P.x), P.y)
     model.variational_strategy.conditional = tighter_gp.conditionals.OptimalConditional()
     VariationalELBO(likelihood, model, N)(model(P.x), P.y)
+
+
+@pytest.mark.parametrize("distribution", [NaturalVariationalDistribution, CholeskyVariationalDistribution])
+def test_a_batch_of_distributions_starts_in_float32(distribution):
+    batch = torch.Size([10])
+    z = torch.rand(64, 2, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make_gp(z, RBFKernel(), distribution=distribution, batch_shape=batch, jitter_val=1e-4).float()
+        q = model(torch.rand(7, 2, dtype=torch.float32))
+    assert q.mean.shape == (10, 7)
+    assert torch.isfinite(q.mean).all()
+    assert q.mean.abs().max() < 0.1  # the prior, but for a little noise
+    torch.testing.assert_close(q.variance, torch.ones(10, 7, dtype=torch.float32), rtol=0, atol=1e-2)

@@ -7,11 +7,20 @@ import copy
 import gpytorch
 import pytest
 import torch
+from gpytorch.kernels import (
+    LinearKernel,
+    MaternKernel,
+    PeriodicKernel,
+    PiecewisePolynomialKernel,
+    RBFKernel,
+    RQKernel,
+    ScaleKernel,
+)
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import make_kernel, make_noise
-from tests.tools.support import LargestOutput
+from tests.tools.factories import make_gp, make_kernel, make_noise
+from tests.tools.support import LargestOutput, randomize_q
 from tighter_gp.collapsed import core
 
 DENSE = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4}
@@ -234,3 +243,71 @@ def test_a_collapsed_bound_is_not_differentiated_twice():
     value = tighter_gp.collapsed_bound(gpytorch.kernels.RBFKernel(), x[::5], x, y, torch.nn.functional.softplus(raw))
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(value, raw, create_graph=True)
+
+
+def wide_data(dtype, width=1000):
+    generator = torch.Generator().manual_seed(4)
+    x = (torch.rand(200, 1, generator=generator, dtype=torch.float64) * width).float().double()
+    y = torch.sin(x[:, 0]) + 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
+    return x.to(dtype), y.to(dtype), x[:40].clone().to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["collapsed", "sparse"])
+@pytest.mark.parametrize("outputscale", [1.0, 1000.0])
+@pytest.mark.parametrize("make", [lambda: MaternKernel(0.5), lambda: MaternKernel(1.5), RBFKernel, RQKernel])
+@pytest.mark.parametrize("width", [100, 300, 1000])
+def test_float32_inputs_that_span_a_thousand_lengthscales(kind, outputscale, make, width):
+    values, slopes = {}, {}
+    for dtype in (torch.float64, torch.float32):
+        x, y, z = wide_data(dtype, width)
+        kernel = ScaleKernel(make()).to(dtype)
+        kernel.outputscale, kernel.base_kernel.lengthscale = outputscale, 1.0
+        likelihood = make_noise(0.1).to(dtype)
+        if kind == "collapsed":
+            value = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood, jitter_val=1e-4).bound() / len(x)
+        else:
+            model = randomize_q(make_gp(z, kernel, jitter_val=1e-4).to(dtype))
+            value = tighter_gp.TighterELBO(likelihood, model, len(x))(model(x), y)
+        value.backward()
+        values[dtype] = value.item()
+        slopes[dtype] = kernel.base_kernel.raw_lengthscale.grad.item()
+    assert values[torch.float32] == pytest.approx(values[torch.float64], rel=1e-4)
+    assert slopes[torch.float32] == pytest.approx(slopes[torch.float64], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(dtype):
+    x, y, _ = wide_data(dtype, 3000)
+    model = tighter_gp.CollapsedGP(x, y, x, ScaleKernel(MaternKernel(0.5)).to(dtype), make_noise(1e-3).to(dtype))
+    model.covar_module.outputscale = 1000.0
+    model.likelihood.noise = 1e-3
+    x = x.double()
+    covariance = 1000 * torch.exp(-(x - x.mT).abs() / model.covar_module.base_kernel.lengthscale.double())
+    noise = model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
+    prior = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance + noise)
+    assert model.bound().item() == pytest.approx(prior.log_prob(y.double()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        PeriodicKernel,
+        lambda: RBFKernel() + LinearKernel(),
+        pytest.param(
+            lambda: PiecewisePolynomialKernel(q=0),
+            marks=pytest.mark.xfail(strict=True, reason="distances are GPyTorch's, in float32"),
+        ),
+    ],
+)
+def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
+    values, slopes = {}, {}
+    for dtype in (torch.float64, torch.float32):
+        x, y, z = wide_data(dtype)
+        kernel = ScaleKernel(make()).to(dtype)
+        likelihood = make_noise(0.1).to(dtype)
+        value = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood, jitter_val=1e-4).bound()
+        value.backward()
+        values[dtype] = value.item()
+        slopes[dtype] = torch.cat([parameter.grad.double().flatten() for parameter in kernel.parameters()])
+    assert values[torch.float32] == pytest.approx(values[torch.float64], rel=1e-4)
+    torch.testing.assert_close(slopes[torch.float32], slopes[torch.float64], rtol=1e-2, atol=1e-2)

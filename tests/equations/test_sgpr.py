@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import InducingPointKernel
+from gpytorch.kernels import (
+    InducingPointKernel,
+    LinearKernel,
+    RBFKernel,
+    ScaleKernel,
+)
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
+import tighter_gp
 from tests.tools import adversarial, dense
 from tests.tools.factories import CollapsedGP, make_kernel, make_noise
 from tests.tools.support import double_problem
@@ -251,3 +258,87 @@ def test_what_inducing_points_explain_wholly_leaves_no_negative_variance():
         with gpytorch.settings.sgpr_diagonal_correction(False):
             explained = model.covar_module(P.x[:20]).to_dense().diagonal()
     assert bool((variance >= explained).all())
+
+
+def shared_kernel():
+    k = RBFKernel(ard_num_dims=2)
+    return ScaleKernel(k) + ScaleKernel(k * LinearKernel()), k
+
+
+def test_a_sub_kernel_in_two_places_is_trained_in_float32():
+    values = {}
+    for dtype in (torch.float64, torch.float32):
+        kernel, shared = shared_kernel()
+        model = CollapsedGP(P.x.to(dtype), P.y.to(dtype), P.z.clone(), kernel, make_noise(0.1)).to(dtype)
+        before = shared.raw_lengthscale
+        mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            (-mll(model(P.x.to(dtype)), P.y.to(dtype))).backward()
+            optimizer.step()
+        assert shared.raw_lengthscale is before
+        assert isinstance(before, torch.nn.Parameter)
+        assert before.dtype == dtype
+        tighter_gp.predict(model, P.x.to(dtype))
+        assert shared.raw_lengthscale is before
+        values[dtype] = before.detach().double()
+    assert (values[torch.float64] != 0).all()
+    torch.testing.assert_close(values[torch.float32], values[torch.float64], rtol=0, atol=2e-3)
+
+
+def test_four_threads_predict_with_one_float32_model():
+    kernel, _ = shared_kernel()
+    model = CollapsedGP(P.x.float(), P.y.float(), P.z.clone(), kernel, make_noise(1e-4)).float()
+    parameters = dict(model.named_parameters())
+    expected, found = tighter_gp.predict(model, P.x.float()), []
+
+    def work():
+        found.extend(tighter_gp.predict(model, P.x.float()).mean for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20
+    for mean in found:
+        torch.testing.assert_close(mean, expected.mean)
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameter and parameter.dtype == torch.float32 for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("bound", ["titsias", "tighter", "spherical"])
+def test_missing_targets_of_a_collapsed_model_count_for_nothing(bound):
+    missing = torch.zeros(N, dtype=torch.bool)
+    missing[[1, 4, 5]] = True
+    y = torch.where(missing, torch.nan, P.y)
+    make = lambda x, y: CollapsedGP(x, y, P.z.clone(), ScaleKernel(RBFKernel()), make_noise(0.1), bound=bound)
+    whole, part = make(P.x, y), make(P.x[~missing], P.y[~missing])
+    with gpytorch.settings.observation_nan_policy("mask"):
+        actual = tighter_gp.evaluate_bound(whole, whole.likelihood, P.x, y)
+        q = tighter_gp.predict(whole, P.x)
+        mll = gpytorch.mlls.ExactMarginalLogLikelihood(whole.likelihood, whole)
+        with pytest.raises(NotImplementedError, match="drop the rows whose target is missing"):
+            mll(whole(P.x), y)
+        nobody = make(P.x, torch.full_like(y, torch.nan))
+        assert tighter_gp.evaluate_bound(nobody, nobody.likelihood, P.x, nobody.train_targets) == 0
+    expected = tighter_gp.evaluate_bound(part, part.likelihood, P.x[~missing], P.y[~missing])
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(q.mean, tighter_gp.predict(part, P.x).mean)
+    for call in (
+        lambda: tighter_gp.evaluate_bound(whole, whole.likelihood, P.x, y),
+        lambda: tighter_gp.predict(whole, P.x),
+    ):
+        with pytest.raises(ValueError, match=r"3 of \d+ targets are NaN"):
+            call()
+    with pytest.raises(ValueError, match="y holds NaN or infinity"):
+        tighter_gp.collapsed_bound(RBFKernel(), P.z, P.x, y, torch.tensor(0.1), bound=bound)
+
+
+def test_inducing_points_of_a_kernel_do_not_share_memory_with_the_inputs():
+    x = P.x.clone()
+    model = CollapsedGP(x, P.y, x[:M], make_kernel("rbf", 1.0, torch.ones(x.size(-1))), make_noise(0.3))
+    model.covar_module.inducing_points.data.add_(1.0)
+    assert torch.equal(x, P.x)

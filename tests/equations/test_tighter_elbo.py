@@ -20,6 +20,7 @@ from gpytorch.likelihoods import (
 from gpytorch.mlls import GammaRobustVariationalELBO, PredictiveLogLikelihood, VariationalELBO
 from gpytorch.settings import observation_nan_policy
 from gpytorch.variational import VariationalStrategy
+from linear_operator.operators import DiagLinearOperator
 
 import tighter_gp
 from tests.tools import dense
@@ -27,6 +28,7 @@ from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.tools.support import Q_FORMS, double_problem, randomize_q
 from tighter_gp import TighterELBO
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.likelihoods.family import family
 
 P = double_problem()
 N, M = len(P.x), len(P.z)
@@ -476,3 +478,85 @@ def test_q_from_eval_mode_has_the_value_of_training(conditional, dtype):
     expected = mll(model(x), y)
     found = mll(model.eval()(x), y)
     torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=0)
+
+
+def test_scaled_points_are_not_mixed():
+    model, likelihood = gp(), make_noise(0.3)
+    q = model(P.x)
+    scale = torch.linspace(0.5, 2, N)
+    operator = DiagLinearOperator(scale)
+    scaled = q.__class__(scale * q.mean, operator @ q.lazy_covariance_matrix @ operator)
+    value = TighterELBO(likelihood, model, N)(scaled, P.y)
+    residual, explained = q.lazy_covariance_matrix.residual, q.lazy_covariance_matrix.explained
+    ratio = scale.square() * residual / 0.3
+    misfit = ((P.y - scale * q.mean).square() + scale.square() * explained) / 0.3
+    terms = -0.5 * (math.log(2 * math.pi * 0.3) + misfit + ratio.log1p()).sum()
+    torch.testing.assert_close(N * value, terms - model.variational_strategy.kl_divergence())
+
+
+class Weighted(tighter_gp.likelihoods.BernoulliLogitLikelihood):
+    def expected_log_prob(self, y, q, *args, weights=None, **kwargs):
+        return weights * super().expected_log_prob(y, q, *args, **kwargs)
+
+
+class Exposed(tighter_gp.likelihoods.PoissonLikelihood):
+    def forward(self, f, *args, exposure=None, **kwargs):
+        return torch.distributions.Poisson(exposure * f.exp())
+
+    def expected_log_prob(self, y, q, *args, exposure=None, **kwargs):
+        rate = exposure * (q.mean + q.variance / 2).exp()
+        return y * (q.mean + exposure.log()) - rate - torch.lgamma(y + 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Weighted, "weights"), (Exposed, "exposure")])
+def test_a_density_derived_from_one_of_ours_is_the_one_that_is_trained(kind, name):
+    model, y = gp(), (P.y > 0).double()
+    values = []
+    for value in (0.5, 1.0, 30.0):
+        given = {name: torch.full((N,), value)}
+        ours, standard = (
+            3 * objective(kind(), model, N)(model(P.x), y, **given) for objective in (TighterELBO, VariationalELBO)
+        )
+        assert ours >= standard  # at the same q(u)
+        values.append(standard.item())
+        assert ours - standard < 0.2 * abs(standard)
+    assert len({round(value, 3) for value in values}) == 3
+
+
+class T10(gpytorch.likelihoods.GaussianLikelihood):
+    def expected_log_prob(self, y, q, *args, **kwargs):
+        return -torch.log1p((y - q.mean).square() + q.variance)
+
+
+def test_a_density_derived_from_a_log_concave_one_is_not_known_to_be():
+    assert family(gpytorch.likelihoods.GaussianLikelihood()).is_log_concave
+    assert not family(T10()).is_log_concave
+    with pytest.warns(UserWarning, match="not known to be log-concave"):
+        TighterELBO(T10(), gp(), N)
+    known = T10()
+    known.is_log_concave = True
+    assert family(known).is_log_concave
+
+
+class Hundredfold(gpytorch.likelihoods.noise_models.HomoskedasticNoise):
+    def forward(self, *params, shape=None, **kwargs):
+        return 100.0 * super().forward(*params, shape=shape, **kwargs)
+
+
+def test_a_noise_model_of_the_users_own_is_the_noise():
+    own, plain = make_noise(0.02), make_noise(2.0)
+    own.noise_covar = Hundredfold(noise_constraint=gpytorch.constraints.Positive())
+    own.noise = 0.02
+    model = gp()
+    values = [TighterELBO(likelihood, model, N)(model(P.x), P.y) for likelihood in (own, plain)]
+    torch.testing.assert_close(*values)
+    predicted = [tighter_gp.predict_y(model.eval(), likelihood.eval(), P.x).variance for likelihood in (own, plain)]
+    torch.testing.assert_close(*predicted)
+
+
+def test_the_default_dtype_is_not_that_of_the_bound():
+    model = make_gp(P.z.float(), make_kernel("rbf", 1.0, P.lengthscales).float()).float()
+    labels = (P.y > 0).float()
+    assert torch.get_default_dtype() == torch.float64
+    value = TighterELBO(tighter_gp.likelihoods.BernoulliLogitLikelihood(), model, N)(model(P.x.float()), labels)
+    assert value.dtype == torch.float32
