@@ -1,9 +1,7 @@
-"""The strategy: eval mode is GPyTorch's, training carries the residual, caches never go stale, bad input is refused."""
+"""The strategy is GPyTorch's in eval mode, and with the optimal conditional in training; its parameters, modes and graphs."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 
 import gpytorch
@@ -19,11 +17,10 @@ from gpytorch.variational import (
     VariationalStrategy,
 )
 from linear_operator import to_linear_operator
-from linear_operator.utils.errors import NanError
 
 import tighter_gp
 from tests.tools.factories import GP, make_gp, make_kernel, make_noise
-from tests.tools.support import Q_FORMS, assert_state, double_problem, randomize_q, state
+from tests.tools.support import Q_FORMS, double_problem, randomize_q
 from tighter_gp.conditionals import BetaConditional
 
 P = double_problem()
@@ -118,10 +115,6 @@ def change_q(model):
     randomize_q(model, seed=5)
 
 
-def change_jitter(model):
-    model.variational_strategy.jitter_val = 1e-2
-
-
 CHANGES = [change_outputscale, change_lengthscale, change_mean, change_inducing_points, change_q]
 
 
@@ -135,22 +128,6 @@ def test_a_parameter_changed_in_eval_mode_changes_the_prediction(form, change):
     after = prediction(model)
     assert not torch.equal(before[0], after[0]) or not torch.equal(before[1], after[1])
     assert_equal(after, prediction(stock_like(model, form)))
-
-
-def test_a_jitter_changed_in_eval_mode_changes_the_prediction():
-    model = gp().eval()
-    prediction(model)
-    change_jitter(model)
-    assert_equal(prediction(model), prediction(stock_like(model, jitter_val=1e-2)))
-
-
-@FORMS
-def test_other_batch_shapes_in_turn(form):
-    model = gp(form, batch_shape=torch.Size([3])).eval()
-    for data in ((), (3,), (2, 1), (), (2, 3)):
-        x = X_TEST + 0.1 * torch.randn(*data, *X_TEST.shape)
-        stock = stock_like(model, form, batch_shape=torch.Size([3]))
-        assert_equal(prediction(model, x), prediction(stock, x))
 
 
 def gradients(model, x):
@@ -204,165 +181,6 @@ def test_the_training_covariance_has_the_training_variance_on_its_diagonal(condi
     torch.testing.assert_close(covar.to_dense().diagonal(dim1=-1, dim2=-2), expected)
 
 
-@FORMS
-def test_inference_mode_leaves_nothing_behind_where_float32_is_computed_in_double(form):
-    model = gp(form).float().eval().requires_grad_(False)
-    model.variational_strategy.jitter_val = 1e-7
-    x = X_TEST.float()
-    with torch.inference_mode():
-        model(x)
-    gradient, expected = (gradients(m, x)[0] for m in (model, copy.deepcopy(model)))
-    torch.testing.assert_close(gradient, expected)
-
-
-def fresh(model):
-    pass
-
-
-def trained(model):
-    model.train()
-    model(P.x)
-
-
-def trained_with_backward(model):
-    model.train()
-    tighter_gp.TighterELBO(make_noise(0.1), model, N)(model(P.x), P.y).backward()
-
-
-def evaluated(model):
-    prediction(model.eval())
-
-
-def evaluated_with_graph(model):
-    model.eval()(X_TEST).variance.sum()
-
-
-def evaluated_in_inference_mode(model):
-    with torch.inference_mode():
-        model.eval()(X_TEST).variance.sum()
-
-
-STAGES = [fresh, trained, trained_with_backward, evaluated, evaluated_with_graph, evaluated_in_inference_mode]
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("form", ["cholesky", "natural"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_copies_predict_the_same_and_live_on_their_own(form, stage, duplicate):
-    model = gp(form)
-    stage(model)
-    twin = duplicate(model)
-    assert twin.variational_strategy.model is twin
-    expected = prediction(model.eval())
-    assert_equal(prediction(twin.eval()), expected)
-    for change in CHANGES:
-        change(twin)
-    assert_equal(prediction(model), expected)
-    assert_equal(prediction(twin), prediction(stock_like(twin, form)))
-
-
-@FORMS
-def test_load_state_dict_in_eval_mode(form):
-    model, other = gp(form).eval(), gp(form, seed=7)
-    change_outputscale(other)
-    prediction(model)
-    model.load_state_dict(other.state_dict())
-    assert_equal(prediction(model), prediction(stock_like(other, form)))
-
-
-@FORMS
-def test_a_change_of_dtype_in_eval_mode(form):
-    model = gp(form).eval()
-    prediction(model)
-    expected = prediction(model)
-    model.float()
-    # The jitter is too small for float32, so that ours is computed in float64 and GPyTorch's is not.
-    for ours, stock, wide in zip(
-        prediction(model, X_TEST.float()),
-        prediction(stock_like(model, form), X_TEST.float()),
-        expected,
-        strict=True,
-    ):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.double(), wide, rtol=1e-6, atol=1e-6)
-    model.double()
-    assert_equal(prediction(model), prediction(stock_like(model, form)))
-
-
-@FORMS
-def test_the_kl_divergence_in_training_follows_a_changed_q(form):
-    model = gp(form)
-    strategy = model.variational_strategy
-    model(P.x)
-    strategy.kl_divergence()
-    change_q(model)
-    expected = stock_like(model, form).variational_strategy.kl_divergence()
-    torch.testing.assert_close(strategy.kl_divergence(), expected)
-
-
-@FORMS
-def test_backward_passes_in_training_can_be_repeated(form):
-    model = gp(form)
-    strategy, q = model.variational_strategy, list(model.variational_parameters())
-    tighter_gp.TighterELBO(make_noise(0.1), model, N)(model(P.x), P.y).backward()
-    first = torch.autograd.grad(strategy.kl_divergence().sum(), q)
-    second = torch.autograd.grad(strategy.kl_divergence().sum(), q)
-    assert_equal(first, second)
-
-
-def test_no_grad_in_training_leaves_no_q_without_a_graph():
-    model = gp("natural")
-    with torch.no_grad():
-        model(P.x)
-        model.variational_strategy.kl_divergence()
-    assert model.variational_strategy.kl_divergence().requires_grad
-
-
-@pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
-@pytest.mark.parametrize("training", [True, False])
-def test_fantasies_follow_a_changed_parameter(training):
-    model = gp(jitter_val=1e-4).train(training)
-    model.likelihood = make_noise(0.1)
-    first = model.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean
-    change_outputscale(model)
-    change_q(model)
-    second = model.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean
-    fresh = gp(jitter_val=1e-4)
-    change_outputscale(fresh)
-    change_q(fresh)
-    fresh.likelihood = make_noise(0.1)
-    assert (first - second).abs().max() > 1e-2
-    torch.testing.assert_close(second, fresh.get_fantasy_model(P.x[:3], P.y[:3])(X_TEST).mean)
-
-
-@FORMS
-@pytest.mark.parametrize("change", [change_q, change_inducing_points, change_jitter])
-def test_a_kept_q_of_f_stays_what_it_was(form, change):
-    model = gp(form).eval()
-    expected = prediction(model)
-    with torch.no_grad():
-        kept = model(X_TEST)
-    change(model)
-    assert (model(X_TEST).covariance_matrix - expected[2]).abs().max() > 1e-4 or form == "delta"
-    assert_equal((kept.mean, kept.variance, kept.covariance_matrix), expected)
-
-
-@pytest.mark.parametrize("change", [change_outputscale, change_lengthscale])
-def test_a_covariance_of_other_hyperparameters_is_refused(change):
-    model = gp().eval()
-    kept, asked = model(X_TEST), model(X_TEST)
-    before = asked.covariance_matrix
-    change(model)
-    torch.testing.assert_close(asked.covariance_matrix, before)
-    with pytest.raises(RuntimeError, match="hyperparameters of the model have changed since this q"):
-        _ = kept.covariance_matrix
-
-
 # -- parameters ---------------------------------------------------------------------------------------------------------
 
 
@@ -395,28 +213,6 @@ def test_learned_conditionals_are_hyperparameters(conditional, name):
     assert own in model.state_dict()
 
 
-def test_beta_starts_at_one_and_scalar_at_nine_tenths():
-    torch.testing.assert_close(gp(conditional="beta").variational_strategy.conditional.beta, torch.tensor(1.0))
-    torch.testing.assert_close(gp(conditional="scalar").variational_strategy.conditional.m, torch.tensor(0.9))
-
-
-def test_one_beta_for_each_latent_function():
-    batch = torch.Size([3])
-    model = gp(conditional="beta", batch_shape=batch)
-    betas = torch.tensor([0.1, 1.0, 10.0])
-    model.variational_strategy.conditional.beta = betas
-    variance, narrowest = model(P.x).variance, gp("delta", jitter_val=1e-5)(P.x).variance - 1e-5
-    stock = gp(strategy=VariationalStrategy, batch_shape=batch).eval()(P.x).variance
-    scale = betas.unsqueeze(-1) / (betas.unsqueeze(-1) + narrowest)
-    torch.testing.assert_close(variance, stock - (1 - scale) * narrowest)
-
-
-def test_the_conditionals_parameters_take_the_dtype_of_the_inducing_points():
-    for conditional in ("beta", "scalar"):
-        strategy = make_gp(P.z.float(), conditional=conditional).variational_strategy
-        assert {p.dtype for p in strategy.conditional.parameters()} == {torch.float32}
-
-
 # -- training mode ------------------------------------------------------------------------------------------------------
 
 
@@ -440,24 +236,6 @@ def test_training_with_diag_false_has_svgps_covariance(form):
     torch.testing.assert_close(ours, stock, rtol=1e-10, atol=1e-11)
 
 
-def test_the_scalar_conditional_scales_the_residual_covariance():
-    model = gp(conditional="scalar")
-    model.variational_strategy.conditional.m = 0.3
-    covar = model(P.x, diag=False).covariance_matrix
-    whole = gp()(P.x, diag=False).covariance_matrix
-    inverse = torch.linalg.inv(P.Kuu + 1e-5 * torch.eye(M))
-    torch.testing.assert_close(whole - covar, 0.7 * (P.Kff - P.Kuf.T @ inverse @ P.Kuf))
-
-
-@pytest.mark.parametrize("conditional", ["beta", "per_point"])
-def test_the_full_covariance_of_a_learned_conditional_has_its_variances(conditional):
-    conditional = tighter_gp.PerPoint(N) if conditional == "per_point" else conditional
-    model, index = gp(conditional=conditional), torch.arange(N)
-    q = model(P.x, diag=False, index=index)
-    torch.testing.assert_close(q.covariance_matrix.diagonal(), model(P.x, index=index).variance)
-    assert torch.linalg.eigvalsh(q.covariance_matrix).min() > 0
-
-
 def test_index_is_taken_out_before_the_models_forward_sees_it():
     class Recorder(GP):
         def forward(self, x, **kwargs):
@@ -475,108 +253,9 @@ def test_index_is_taken_out_before_the_models_forward_sees_it():
     assert model.seen == {"flag": 4}
 
 
-def test_per_point_gradients_are_sparse_and_touch_the_batch_only():
-    model = gp(conditional=tighter_gp.PerPoint(N))
-    rows = torch.tensor([11, 2, 5, 8])
-    tighter_gp.TighterELBO(make_noise(0.1), model, N)(model(P.x[rows], index=rows), P.y[rows]).backward()
-    gradient = model.variational_strategy.conditional.raw_m.grad
-    assert gradient.is_sparse
-    assert gradient.coalesce().indices().flatten().tolist() == sorted(rows.tolist())
-
-
 # -- bad input ----------------------------------------------------------------------------------------------------------
 
 NAN, INF = (torch.full((1, 2), value).expand(2, 2) for value in (float("nan"), float("inf")))
-BAD_CALLS = {
-    "nan": (torch.cat([P.x, NAN]), {}, ValueError, r"NaN or infinity in 2 of 19 rows; drop or impute"),
-    "inf": (torch.cat([P.x, INF]), {}, ValueError, r"NaN or infinity in 2 of 19 rows; drop or impute"),
-    "dimensions": (P.x[:, :1], {}, ValueError, r"shape \.\.\. x N x 2 like the inducing points; got \(17, 1\)"),
-    "integers": (P.x.long(), {}, TypeError, r"floating point tensor; got torch.int64"),
-    "batch shape": (P.x.expand(4, N, 2), {}, ValueError, r"Batch shapes do not broadcast: inputs \(4,\)"),
-}
-
-
-def untouched(**kwargs):
-    """A model that was never called."""
-    return make_gp(P.z, batch_shape=torch.Size([3]), **kwargs)
-
-
-@pytest.mark.parametrize(("x", "kwargs", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-@pytest.mark.parametrize("training", [True, False])
-def test_bad_inputs_are_refused_before_anything_is_touched(x, kwargs, error, message, training):
-    model = untouched().train(training)
-    before = state(model)
-    with pytest.raises(error, match=message):
-        model(x, **kwargs)
-    assert model.variational_strategy.variational_params_initialized == 0
-    assert_state(model, before)
-
-
-BAD_INDICES = {
-    "missing": (None, ValueError, r"call model\(x, index=rows\) in training"),
-    "float": (torch.arange(N) + 0.0, ValueError, r"one integer index per row of x, shape \(17,\); got float"),
-    "short": (torch.arange(3), ValueError, r"shape \(17,\); got int64 of shape \(3,\)"),
-    "too large": (torch.arange(1, N + 1), IndexError, r"lie in 0\.\.16 .* got values from 1 to 17"),
-    "negative": (torch.arange(-1, N - 1), IndexError, r"got values from -1 to 15"),
-}
-
-
-@pytest.mark.parametrize(("index", "error", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
-def test_per_point_refuses_a_bad_index_before_anything_is_touched(index, error, message):
-    model = untouched(conditional=tighter_gp.PerPoint(N, batch_shape=torch.Size([3])))
-    before = state(model)
-    with pytest.raises(error, match=message):
-        model(P.x, **({} if index is None else {"index": index}))
-    assert model.variational_strategy.variational_params_initialized == 0
-    assert_state(model, before)
-
-
-def test_per_point_needs_no_index_in_eval_mode():
-    model = gp(conditional=tighter_gp.PerPoint(N)).eval()
-    assert_equal(prediction(model), prediction(gp().eval()))
-
-
-@pytest.mark.parametrize("beta", [-1.0, 0.0, float("nan"), float("inf")])
-def test_beta_must_be_positive_and_finite(beta):
-    model = gp(conditional="beta")
-    before = state(model)
-    with pytest.raises(ValueError, match="beta must be positive and finite; got"):
-        model.variational_strategy.conditional.beta = beta
-    assert_state(model, before)
-
-
-@pytest.mark.parametrize("conditional", ["scalar", "per_point"])
-@pytest.mark.parametrize("scale", [-0.1, 0.0, 1.0, 1.5, float("nan")])
-def test_scales_must_lie_between_zero_and_one(conditional, scale):
-    model = gp(conditional=tighter_gp.PerPoint(N) if conditional == "per_point" else conditional)
-    before = state(model)
-    with pytest.raises(ValueError, match="strictly between 0 and 1; got"):
-        model.variational_strategy.conditional.m = scale
-    assert_state(model, before)
-
-
-def test_an_unknown_conditional_is_named_with_its_alternatives():
-    with pytest.raises(ValueError, match=r"'tight'; choose 'optimal', 'beta', 'scalar'.*PerPoint"):
-        gp(conditional="tight")
-    with pytest.raises(TypeError, match="a name or a Conditional; got float"):
-        gp(conditional=0.5)
-
-
-def test_a_conditional_for_another_batch_is_refused():
-    with pytest.raises(
-        ValueError, match=r"batch_shape \(2,\), which does not fit .* \(3,\); build it with batch_shape"
-    ):
-        gp(conditional=BetaConditional(torch.Size([2])), batch_shape=torch.Size([3]))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_failed_factorisation_names_the_matrix_and_the_hyperparameters(training):
-    model = gp().train(training)
-    model.covar_module.base_kernel.raw_lengthscale.data.fill_(float("nan"))
-    with pytest.raises(
-        NanError, match=r"K_ZZ \(5x5, float64\) has .* jitter_val was 1e-05.*base_kernel\.lengthscale=nan"
-    ):
-        model(P.x)
 
 
 def test_a_prior_on_beta_enters_the_bound():
