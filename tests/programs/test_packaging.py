@@ -18,7 +18,7 @@ import pytest
 import tighter_gp
 from tests.tools import versions
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 BUILD = """
 import sys

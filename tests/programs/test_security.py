@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import gzip
 import hashlib
 import io
-import json
 import os
 import pickle
 import pickletools
@@ -19,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import data, runs
+from benchmarks import data
 from benchmarks.errors import UserError
 from tests.tools.factories import make_gp, make_kernel, make_noise
 from tighter_gp.training import checkpoint as checkpoints
 from tighter_gp.training import fit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Malicious:
@@ -56,11 +53,6 @@ def as_legacy_torch_file(path: Path, content) -> None:
 
 
 WRITERS = [as_pickle, as_torch_file, as_legacy_torch_file]
-
-
-def test_the_malicious_object_is_malicious(tmp_path):
-    pickle.loads(pickle.dumps(Malicious(tmp_path / "made")))
-    assert (tmp_path / "made").is_dir()
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -99,22 +91,6 @@ def test_a_checkpoint_of_fit_holds_nothing_but_tensors_and_plain_values(tmp_path
 # ---------------------------------------------------------------------------------------------------------------------
 # Results
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_results_are_lines_of_json():
-    files = sorted((ROOT / "benchmarks" / "results").rglob("*.jsonl"))
-    assert files
-    for path in files:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            assert isinstance(json.loads(line), dict), path
-
-
-def test_a_pickle_in_place_of_results_is_refused_and_not_executed(tmp_path):
-    path, target = tmp_path / "uci.jsonl", tmp_path / "made"
-    path.write_bytes(pickle.dumps(Malicious(target), protocol=0) + b"\n{}\n")
-    with pytest.raises((UserError, UnicodeDecodeError)):
-        runs.read_results(path)
-    assert not target.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,19 +139,6 @@ def test_every_file_is_fetched_over_https_and_has_a_hash():
         assert (kind, len(digest)) in {("sha256", 64), ("content", 64), ("git", 40)}, name
 
 
-@pytest.mark.parametrize("mask", [b"something else", b"0,1\n", b"1,1,0,0,0,0,0,0,0,0\n" * 3])
-def test_a_mask_is_not_used_unless_it_is_one(mask, monkeypatch, cache, tmp_path):
-    table = tmp_path / "data.csv.gz"
-    table.write_bytes(gzip.compress(b"0,1\n1,2\n2,0\n"))
-    path = tmp_path / "test_mask.csv.gz"
-    path.write_bytes(gzip.compress(mask))
-    monkeypatch.setattr(data, "locate", lambda name, folder: path if "mask" in name else table)
-    monkeypatch.setitem(data.SHAPES, "3droad", (3, 1))
-    data._uci.cache_clear()
-    with pytest.raises(UserError, match=r"test_mask\.csv\.gz"):
-        data.load_regression("3droad")
-
-
 def test_a_file_changed_after_its_download_is_not_used(monkeypatch, cache):
     good = b"0,1\n" * 3
     checksum = "sha256:" + hashlib.sha256(good).hexdigest()
@@ -186,15 +149,6 @@ def test_a_file_changed_after_its_download_is_not_used(monkeypatch, cache):
     path.write_bytes(good.replace(b"1", b"2"))
     with pytest.raises(UserError, match="is damaged or another version: expected sha256:"):
         data.locate("snelson.csv")
-
-
-@pytest.mark.parametrize("name", ["../outside.csv", "uci/../../outside/data.csv.gz", "/etc/passwd"])
-def test_a_dataset_outside_the_folder_is_refused(name, tmp_path, cache):
-    folder = tmp_path / "data"
-    (folder / "uci").mkdir(parents=True)
-    (tmp_path / "outside").mkdir()
-    with pytest.raises(UserError, match="unknown dataset"):
-        data.check_regression([name], [0], folder)
 
 
 EVIL = ["../evil.txt", "/evil.txt", "a/../../evil.txt", "link/evil.txt"]
@@ -223,108 +177,6 @@ def test_members_of_an_archive_that_point_outside_are_never_written(tmp_path, mo
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["3PhData.tar.gz"]
 
 
-def test_a_member_that_is_a_link_to_a_file_outside_is_not_followed(tmp_path, monkeypatch):
-    folder = tmp_path / "in" / "oil_flow"
-    folder.mkdir(parents=True)
-    secret = tmp_path / "secret.txt"
-    secret.write_text("7 7 7\n")
-    with tarfile.open(folder / "3PhData.tar.gz", "w:gz") as archive:
-        for code in ("Trn", "Vdn", "Tst"):
-            for kind in ("", "Lbls"):
-                link = tarfile.TarInfo(f"Data{code}{kind}.txt")
-                link.type, link.linkname = tarfile.SYMTYPE, str(secret)
-                archive.addfile(link)
-    monkeypatch.setattr(data, "_verify", lambda path, expected: None)
-    with pytest.raises((KeyError, AssertionError, UserError)):
-        data.load_oil_flow(tmp_path / "in")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The sources
 # ---------------------------------------------------------------------------------------------------------------------
-
-SOURCES = [
-    path for folder in ("tighter_gp", "benchmarks", "notebooks") for path in sorted((ROOT / folder).rglob("*.py"))
-]
-# Functions that execute what they are given, or that hand it to a shell, or that write files where an archive says.
-FORBIDDEN = {
-    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"),
-    *("subprocess.getstatusoutput", "pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load"),
-    *("cloudpickle.loads", "joblib.load", "marshal.loads", "shelve.open", "dill.load", "dill.loads", "yaml.load"),
-    *("extractall", "unpack_archive", "tempfile.mktemp"),
-}
-
-
-def dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
-
-
-def offences(source: str) -> list[str]:
-    """What a source does that it must not."""
-    tree = ast.parse(source)
-    names = {}  # what an imported name stands for
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        first, _, rest = dotted(node.func).partition(".")
-        name = ".".join(filter(None, (names.get(first, first), rest)))
-        keywords = {keyword.arg: getattr(keyword.value, "value", "unknown") for keyword in node.keywords}
-        if name in FORBIDDEN or name.endswith((".extractall", ".unpack_archive")):
-            found.append(f"line {node.lineno}: {name}")
-        if "shell" in keywords and keywords["shell"] is not False:
-            found.append(f"line {node.lineno}: {name}(shell=...)")
-        if name == "torch.load" and keywords.get("weights_only") is not True:
-            found.append(f"line {node.lineno}: torch.load without weights_only=True")
-        if name in ("numpy.load", "np.load") and keywords.get("allow_pickle"):
-            found.append(f"line {node.lineno}: {name}(allow_pickle=True)")
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_source_executes_nothing_it_is_given(path):
-    assert offences(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "eval('1')",
-        "exec(code)",
-        "import os; os.system('ls')",
-        "from os import system; system('ls')",
-        "import subprocess as s; s.run('ls', shell=True)",
-        "import subprocess; subprocess.run(command, shell=flag)",
-        "import pickle; pickle.load(file)",
-        "from pickle import loads as f; f(data)",
-        "import torch; torch.load(path)",
-        "import torch; torch.load(path, weights_only=False)",
-        "import numpy as np; np.load(path, allow_pickle=True)",
-        "archive.extractall(folder)",
-    ],
-)
-def test_the_check_of_sources_finds(line):
-    assert len(offences(line)) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "subprocess.run(['ls'], check=True)",
-        "torch.load(path, weights_only=True)",
-        "model.eval()",
-        "make(model).to(device).eval()",
-        "torch.compile(f)",
-        "re.compile('a')",
-        "json.load(file)",
-    ],
-)
-def test_the_check_of_sources_lets_pass(line):
-    assert offences(line) == []
