@@ -20,6 +20,7 @@ import tighter_gp
 from tests.tools.factories import GP
 
 pytest.importorskip("botorch", reason="needs BoTorch, in the test extra")
+pytest.importorskip("tighter_gp.botorch", reason="the samplers are registered there")
 
 from botorch.models import SingleTaskVariationalGP
 from botorch.models.approximate_gp import ApproximateGPyTorchModel
