@@ -50,6 +50,9 @@ WAITS: dict[str, tuple[int, int]] = {
     "CollapsedGP": (5, 5),
 }
 
+# In float32 these need a second look, in float64.
+WAITS_IN_FLOAT32 = {"T-SVGP, sum of kernels": (2, 2), "T-SVGP, product of kernels": (2, 2)}
+
 # In fit, the loss included, with debug on and off, with natural gradients where they can be and with Adam alone. An LMC
 # uploads its jitter in every pass, a deep GP looks at the moments between its layers, a kernel that is not lowered compares
 # its inputs: all three are GPyTorch's. Factors of a deep GP and of q(u) in natural form are looked at as they come.

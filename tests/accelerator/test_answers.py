@@ -11,7 +11,6 @@ import tighter_gp
 from tests.accelerator.device import DEVICES
 from tests.accelerator.features import FEATURES, B, D, M, N, collapsed_gp, collapsed_kernel, kernel
 from tests.accelerator.table import step_of
-from tighter_gp.gplvm import BayesianGPLVM
 
 pytestmark = pytest.mark.accelerator
 
@@ -161,24 +160,6 @@ def test_inducing_points(method, default_device):
         x = inputs(device, N)
         points = tighter_gp.inducing.allocate(x, 6, method, kernel=kernel().to(device))
         return points, tighter_gp.inducing.median_lengthscale(x), tighter_gp.blocks.partition(x, 5)
-
-    assert_equal_everywhere(answer, default_device)
-
-
-@pytest.mark.parametrize("generator", ["same", "cpu", None])
-@pytest.mark.parametrize("default_device", [None, "dev:1"])
-def test_one_generator_serves_all_of_a_gplvm(generator, default_device):
-    def answer(device):
-        y = torch.randn(N, 4, generator=torch.Generator("cpu").manual_seed(3), device="cpu").to(device)
-        y[3, 1] = torch.nan
-        torch.manual_seed(5)
-        source = generator and torch.Generator(device if generator == "same" else "cpu").manual_seed(1)
-        model = BayesianGPLVM.from_data(y, 2, M, generator=source)
-        torch.manual_seed(6)
-        q = model.infer_latents(y[:5], num_steps=3, num_candidates=20, generator=source)
-        filled = model.reconstruct(q, num_samples=3, generator=source)
-        density = model.log_density(y[:5], q, num_samples=3, generator=source)
-        return q.mean, q.stddev, filled, density, list(tighter_gp.gplvm.relevance(model))
 
     assert_equal_everywhere(answer, default_device)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tighter_gp
 from tests.accelerator.device import DEVICES
 from tests.accelerator.features import FEATURES
-from tests.accelerator.table import PAGE, WAITS, step_of, waits_of, with_tables
+from tests.accelerator.table import PAGE, WAITS, WAITS_IN_FLOAT32, step_of, waits_of, with_tables
 
 pytestmark = pytest.mark.accelerator
 
@@ -37,7 +37,8 @@ def test_a_step_waits_as_often_as_the_table_says(feature, dtype):
     """Update ``WAITS`` when a step waits less; ``python -m tests.accelerator`` prints the table for docs/gpus.md."""
     torch.set_default_dtype(dtype)
     checked, unchecked = waits_of(feature, debug=True), waits_of(feature, debug=False)
-    assert (len(checked), len(unchecked)) == WAITS[feature], [*checked, "--", *unchecked]
+    expected = (WAITS_IN_FLOAT32 if dtype == torch.float32 else {}).get(feature, WAITS[feature])
+    assert (len(checked), len(unchecked)) == expected, [*checked, "--", *unchecked]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

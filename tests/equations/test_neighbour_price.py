@@ -40,17 +40,17 @@ def bound(p, name="neighbours", **kwargs) -> torch.Tensor:
 
 def test_price_is_vecchias_and_has_the_limits():
     p = dense.problem(3, hetero=True)
-    price = lambda sets: tighter_gp.bounds.neighbour_penalty(*filled(p.D, p.noise, sets))
+    price = lambda sets: tighter_gp.maths.bounds.neighbour_penalty(*filled(p.D, p.noise, sets))
     none, every = [[] for _ in range(N)], [list(range(n)) for n in range(N)]
     some = [[m for m in range(n) if (m * n) % 3] for n in range(N)]
     blocks = [[m for m in range(n) if m % 4 == n % 4] for n in range(N)]
     for sets in (none, some, blocks, every):
         torch.testing.assert_close(price(sets), vecchia(p.D, p.noise, sets))
-    torch.testing.assert_close(price(none), tighter_gp.bounds.log_penalty(p.d, p.noise))
-    torch.testing.assert_close(price(every), tighter_gp.bounds.full_penalty(p.D, p.noise))
+    torch.testing.assert_close(price(none), tighter_gp.maths.bounds.log_penalty(p.d, p.noise))
+    torch.testing.assert_close(price(every), tighter_gp.maths.bounds.full_penalty(p.D, p.noise))
     within = lambda rows: p.D[rows.unsqueeze(-1), rows.unsqueeze(-2)]
-    covariance, rows = Blocks(torch.arange(N) % 4).residual_blocks(p.d, within)
-    torch.testing.assert_close(price(blocks), tighter_gp.bounds.block_penalty(covariance, p.noise[rows]))
+    covariance, rows = Blocks(torch.arange(N) % 4).residual_blocks(N, within)
+    torch.testing.assert_close(price(blocks), tighter_gp.maths.bounds.block_penalty(covariance, p.noise[rows]))
     assert price(every) < price(some) < price(none)
 
 
@@ -60,7 +60,7 @@ def test_bounds_rise_with_neighbours_from_f4_to_f8(seed, hetero):
     p = dense.problem(seed, hetero=hetero)
     values = [bound(p, num_neighbours=k, seed=seed) for k in (0, 1, 2, 3, 5, 8, 12, N)]
     torch.testing.assert_close(values[0], dense.f4(p))
-    torch.testing.assert_close(values[-1], dense.base(p) - tighter_gp.bounds.full_penalty(p.D, p.noise))
+    torch.testing.assert_close(values[-1], dense.base(p) - tighter_gp.maths.bounds.full_penalty(p.D, p.noise))
     assert all(low <= high + 1e-9 for low, high in zip(values, [*values[1:], dense.evidence(p)], strict=True))
     assert values[1] > values[0]
 

@@ -356,3 +356,41 @@ def test_members_of_a_batch_of_models_are_trained_as_alone():
         found = getattr(both.variational_strategy._variational_distribution, name).detach()
         wanted = [getattr(m.variational_strategy._variational_distribution, name).detach() for m in alone]
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-3, atol=1e-3)
+
+
+class Sum(gpytorch.models.GP):
+    """A sum of two GPs."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(parts)
+
+    def forward(self, x):
+        first, second = (part(x) for part in self.parts)
+        return first + second
+
+    @property
+    def variational_strategy(self):
+        return self
+
+    def kl_divergence(self):
+        return sum(part.variational_strategy.kl_divergence() for part in self.parts)
+
+
+class SumELBO(gpytorch.mlls.VariationalELBO):
+    """GPyTorch's objective for it."""
+
+
+def test_parts_of_a_sum_take_each_other_for_fixed():
+    p = dense.problem(seed=3)
+    wide = make_gp(p.z, make_kernel(p.kernel, 2.0, 3 * torch.as_tensor(p.lengthscales)), jitter_val=1e-10)
+    model, likelihood = Sum(model_of(p), wide), make_noise(p.noise[0])
+    objective = lambda likelihood, model, n: SumELBO(likelihood, model, n)
+    recipe = Recipe(lr=1e-300, other_lr=1e-300, natural=0.9, schedule="constant")
+    losses = torch.tensor(
+        fit(model, likelihood, p.x, p.y, objective=objective, steps=300, batch_size=None, recipe=recipe).loss
+    )
+    assert (losses.diff() < 1e-9).all()
+    q = [p for part in model.parts for p in part.variational_strategy._variational_distribution.parameters()]
+    gradients = torch.autograd.grad(SumELBO(likelihood, model, len(p.y))(model(p.x), p.y), q)
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-2

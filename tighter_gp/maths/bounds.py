@@ -405,7 +405,7 @@ def neighbour_penalty(residual_sets: Tensor, noise: Tensor) -> Tensor:
 
     Example:
         >>> sets = torch.tensor([[[0.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, 3.0]]])  # a first point, and one after it
-        >>> tighter_gp.bounds.neighbour_penalty(sets, torch.full((2, 2), 2.0))
+        >>> tighter_gp.maths.bounds.neighbour_penalty(sets, torch.full((2, 2), 2.0))
         tensor(0.6264)
     """
     stddev = noise.sqrt()

@@ -9,8 +9,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
-from gpytorch.models import ExactGP
-from gpytorch.models.deep_gps import DeepGP
+from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
 from ..checks import check_device
@@ -95,7 +94,7 @@ class Problem:
             raise ValueError("No parameter of the model, the likelihood or the objective requires a gradient.")
         is_ours = any(isinstance(module, TighterStrategy) for module in model.modules())
         # Whether strategies get the model's inputs as they are, and the keywords of its call.
-        self.is_plain = is_ours and model is self.gp and not has_own_call(model) and not isinstance(model, DeepGP)
+        self.is_plain = is_ours and isinstance(model, ApproximateGP) and not has_own_call(model)
         # Whether q(f) of the model is that of its strategy; None where a first pass has to show it.
         self.is_direct = True if self.is_plain else None
         self.needs_index = any(getattr(module, "needs_index", False) for module in model.modules())
