@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gpytorch import likelihoods
-from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tests.tools.factories import make_gp, make_noise
@@ -64,27 +63,6 @@ def test_targets_are_in_the_range_of_their_likelihood(kinds, good, bad, message)
             check_targets(kind(), torch.tensor([NAN, 0.5]))
 
 
-def wrong_labels(how):
-    x, y = data()
-    good = (y > 1).long()
-    wrong = good + 1
-    gp = model(conditional="beta")
-    return {
-        "tensor": lambda: tighter_gp.fit(gp, LOGIT(), x, wrong, steps=1),
-        "array": lambda: tighter_gp.fit(gp, LOGIT(), x.numpy(), wrong.numpy().astype(np.uint8), steps=1),
-        "loader": lambda: tighter_gp.fit(gp, LOGIT(), DataLoader(TensorDataset(x, wrong), batch_size=8), steps=1),
-        "validation": lambda: tighter_gp.fit(gp, LOGIT(), x, good, steps=1, validation=(x, wrong)),
-        "objective": lambda: tighter_gp.TighterELBO(LOGIT(), gp, N)(gp(x), wrong),
-        "bound": lambda: tighter_gp.evaluate_bound(gp, LOGIT(), x, wrong),
-    }[how]
-
-
-@pytest.mark.parametrize("how", ["tensor", "array", "loader", "validation", "objective", "bound"])
-def test_wrong_labels_are_refused_wherever_they_come_from(how):
-    with pytest.raises(ValueError, match=BINARY):
-        wrong_labels(how)()
-
-
 @pytest.mark.parametrize("natural", [True, False])
 def test_labels_that_are_true_or_false_train_as_zero_and_one(natural):
     x, y = data()
@@ -102,51 +80,9 @@ def test_labels_that_are_true_or_false_train_as_zero_and_one(natural):
         assert fit(labels).loss == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda gp, x, rows: tighter_gp.fit(gp, gp.likelihood, x, rows, steps=1),
-        lambda gp, x, rows: tighter_gp.fit(gp, gp.likelihood, x.numpy(), rows.numpy(), steps=1),
-        lambda gp, x, rows: tighter_gp.evaluate_bound(gp, gp.likelihood, x, rows),
-    ],
-)
-def test_one_hot_rows_are_no_labels(call):
-    x, _ = data()
-    gp = tighter_gp.models.MultiClassification(3, x, num_inducing=5)
-    with pytest.raises(
-        ValueError, match=r"shape \(24,\) .* got \(24, 3\)\. Labels are 0 to 2, .* pass y\.argmax\(-1\)"
-    ):
-        call(gp, x, torch.eye(3)[torch.arange(N) % 3])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------------------------------------------------
-
-CALLS = {
-    "fit": lambda gp, likelihood, x, y, **kwargs: tighter_gp.fit(gp, likelihood, x, y, steps=1, **kwargs),
-    "objective": lambda gp, likelihood, x, y, **kwargs: tighter_gp.TighterELBO(likelihood, gp, N)(gp(x), y, **kwargs),
-    "predict_y": lambda gp, likelihood, x, y, **kwargs: tighter_gp.predict_y(gp, likelihood, x, **kwargs),
-    "evaluate_bound": tighter_gp.evaluate_bound,
-    "set_optimal_q": tighter_gp.set_optimal_q,
-    "diagnose": tighter_gp.diagnose,
-}
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "noises", "tasks"])
-@pytest.mark.parametrize("call", CALLS)
-def test_an_argument_that_nobody_uses_is_an_error(call, name):
-    gp, likelihood = model(), make_noise(0.1)
-    with pytest.raises(TypeError, match=f"argument '{name}'.*noise= alone"):
-        CALLS[call](gp, likelihood, *data(), **{name: torch.ones(N)})
-
-
-def test_noise_is_for_gaussian_likelihoods_and_tasks_for_hadamard():
-    x, y = data()
-    with pytest.raises(TypeError, match="argument 'noise': PoissonLikelihood takes none per point"):
-        tighter_gp.fit(model(conditional="beta"), POISSON(), x, y.abs().round(), steps=1, noise=torch.ones(N))
-    hadamard = likelihoods.HadamardGaussianLikelihood(num_tasks=2)
-    assert tighter_gp.fit(model(), hadamard, x, y, steps=1, tasks=torch.arange(N) % 2).steps == 1
 
 
 class Stimuli(likelihoods.likelihood._OneDimensionalLikelihood):
