@@ -129,6 +129,9 @@ def _from_data(
     subset = some[chosen.to(some.device)], given[chosen.to(some.device)]
     (holder,) = holders
     points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
+    if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
+        with torch.no_grad():
+            model.mean_module.raw_constant.copy_(subset[1].mean())
     is_learnt = _choose_lengthscales(model, likelihood, *subset, starts, seed, points.size(-2))
     if is_learnt:
         _train_hyperparameters(model, likelihood, *subset, iterations, seed, points.size(-2))
@@ -230,9 +233,6 @@ def _train_hyperparameters(
     """
     kernel = model.covar_module
     kernel = kernel.base_kernel if isinstance(kernel, TighterInducingPointKernel) else kernel
-    if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
-        with torch.no_grad():
-            model.mean_module.raw_constant.copy_(y.mean())
     # As many as the model has: the noise that more of them would leave is too small for it.
     points = kmeans(x, min(num_inducing, len(torch.unique(x, dim=0))), seed=seed)
     gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)
