@@ -15,7 +15,12 @@ def test_the_base_method_trains_as_gpytorchs_own_strategy_does():
     split = data.load_regression("toy")
     start = models.make_start(split.train_x, 7, 0)
     model, likelihood = models.make_regression("svgp", start)
-    options = {"objective": VariationalELBO, "epochs": 5, "batch_size": 48, "recipe": tighter_gp.Recipe(natural=0, lr=0.05)}
+    options = {
+        "objective": VariationalELBO,
+        "epochs": 5,
+        "batch_size": 48,
+        "recipe": tighter_gp.Recipe(natural=0, lr=0.05),
+    }
     ours = tighter_gp.fit(model, likelihood, split.train_x, split.train_y, **options)
 
     class Stock(gpytorch.models.ApproximateGP):
