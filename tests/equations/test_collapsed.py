@@ -8,7 +8,6 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.kernels import (
-    LinearKernel,
     MaternKernel,
     PeriodicKernel,
     PiecewisePolynomialKernel,
@@ -293,10 +292,6 @@ def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(d
     [
         PeriodicKernel,
         lambda: PiecewisePolynomialKernel(q=0),
-        pytest.param(
-            lambda: RBFKernel() + LinearKernel(),
-            marks=pytest.mark.xfail(strict=True, reason="gradients that cancel are added in float32"),
-        ),
     ],
 )
 def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):

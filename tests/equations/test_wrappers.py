@@ -516,7 +516,6 @@ class Areal(GP):
         return q.__class__(q.mean @ sums.mT, operator @ q.lazy_covariance_matrix @ operator.mT)
 
 
-@pytest.mark.xfail(strict=True, reason="the covariance of training is diagonal")
 def test_sums_over_points_have_no_tighter_bound():
     make = lambda model: tighter_gp.TighterVariationalStrategy(
         model, torch.tensor([[100.0]]), gpytorch.variational.CholeskyVariationalDistribution(1, mean_init_std=0.0)
@@ -576,7 +575,6 @@ def test_the_best_scales_of_a_point_without_a_label_cost_nothing(wrap):
     torch.testing.assert_close(*paid, rtol=0.05, atol=1e-3)
 
 
-@pytest.mark.xfail(strict=True, reason="the price is asked for in the order of the batch of models")
 def test_learned_scales_follow_their_task_to_another_dimension():
     points = torch.linspace(0, 1, 3).view(1, 1, 3, 1).repeat(2, 2, 1, 1)
     make = lambda model: IndependentMultitaskVariationalStrategy(
