@@ -20,7 +20,7 @@ import torch
 
 import tighter_gp
 from tighter_gp.carrier import iter_carriers
-from tighter_gp.likelihoods.slopes import expected_slopes
+from tighter_gp.likelihoods.expectations import expected_slopes
 from tighter_gp.training import Step
 
 from . import models
