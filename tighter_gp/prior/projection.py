@@ -140,9 +140,16 @@ class Prior:
         :param x: ``... x B x D``.
         """
         matrix = projection.matrix
-        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
         columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
-        return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
+        _, covar = self.joint(x)
+        if _is_kernel(covar):  # of what it sees, without the inducing points in each set
+            x = covar.x1[..., self.num_inducing :, :].to(matrix.dtype)
+        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
+        if not _is_kernel(covar):
+            return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
+        every = slice(None)
+        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)
+        return (covariance - columns.mT @ columns).movedim(0, -3)
 
     # ---- precision --------------------------------------------------------------------------------------------------
 
