@@ -163,6 +163,7 @@ assert switches() == before
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["_older", "_newer", "_newest"])
 def test_full_precision_turns_every_switch_of_reduced_products_off_and_puts_it_back(switch):
     # In a process of its own: torch remembers for good which of its interfaces was used.

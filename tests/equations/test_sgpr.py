@@ -112,15 +112,6 @@ def test_values_and_gradients_are_those_of_the_dense_bound(bound, noise, jitter_
         torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def test_active_dims_select_the_inputs():
-    wide = torch.cat([torch.randn(N, 1), P.x[:, :1], torch.randn(N, 1), P.x[:, 1:]], dim=-1)
-    narrow, selected = collapsed(), collapsed(x=wide, active_dims=(1, 3))
-    torch.testing.assert_close(objective(selected, wide), objective(narrow))
-    x = torch.cat([torch.randn(7, 1), X_TEST[:, :1], torch.randn(7, 1), X_TEST[:, 1:]], dim=-1)
-    for actual, expected in zip(prediction(selected, x), prediction(narrow), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 @BOUNDS
 def test_the_diagonal_is_that_of_the_matrix(bound):
     kernel = collapsed(bound).covar_module

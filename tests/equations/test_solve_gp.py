@@ -15,7 +15,6 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
     MeanFieldVariationalDistribution,
-    NaturalVariationalDistribution,
 )
 
 import tighter_gp
@@ -287,21 +286,6 @@ def test_scales_of_every_conditional():
             model.variational_strategy.conditional.m = 0.7
         value = 17 * TighterELBO(make_noise(j.p.noise[0]), model, 17)(model(j.p.x, **kwargs), j.p.y)
         torch.testing.assert_close(value, j.uncollapsed(q_u, q_v, scale), rtol=1e-9, atol=0.0)
-
-
-def test_natural_gradient_steps_reach_the_closed_form():
-    j = Joint(25)
-    kinds = (NaturalVariationalDistribution, NaturalVariationalDistribution)
-    model = make_solve_gp(j.z, j.o, j.kernel, distributions=kinds).train()
-    likelihood = make_noise(j.p.noise[0])
-    mll = TighterELBO(likelihood, model, 17)
-    optimizer = gpytorch.optim.NGD(list(model.variational_parameters()), num_data=17, lr=0.5)
-    for _ in range(80):
-        optimizer.zero_grad()
-        (-mll(model(j.p.x), j.p.y)).backward()
-        optimizer.step()
-    value = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y)
-    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-8, atol=0.0)
 
 
 def two_of(seed: int):

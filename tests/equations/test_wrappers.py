@@ -160,17 +160,6 @@ def test_tasks_that_repeat_one_function_share_its_scale_and_pay_once(batch):
     assert_same_value_and_gradients(model, likelihood, actual, torch.stack(values).view(batch))
 
 
-def test_scale_one_is_the_standard_bound_under_every_wrapper():
-    for wrap, batch in ((independent(), (P,)), (lmc(), (K,))):
-        model, (x, y) = make_model(wrap, batch, conditional="scalar"), inputs()
-        likelihood, _ = task_noise()
-        model.variational_strategy.base_variational_strategy.conditional.m = 1 - 1e-12
-        stock = make_model(wrap, batch, strategy=gpytorch.variational.VariationalStrategy)
-        actual = tighter_gp.TighterELBO(likelihood, model, NUM_DATA)(model(x), y)
-        expected = VariationalELBO(likelihood, stock, NUM_DATA)(stock(x), y)
-        close(actual, expected, rtol=1e-8)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("wrap", "batch"), [(independent(), (P,)), (lmc(), (K,))])
 def test_gpytorchs_objective_has_the_gradients_of_its_own_strategy_under_every_wrapper(wrap, batch, training):
@@ -485,24 +474,6 @@ def test_a_point_without_a_label_pays_for_none_of_its_functions(num_points):
         paid = num_points * mll(model(x), labels).conditional
     expected = (num_points - 1) * price(scales).sum()
     torch.testing.assert_close(paid, expected)
-
-
-@pytest.mark.parametrize("wrap", ["independent", "lmc"])
-def test_the_best_scales_of_a_point_without_a_label_cost_nothing(wrap):
-    wrappers = {
-        "independent": lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3),
-        "lmc": lambda s: LMCVariationalStrategy(s, num_tasks=3, num_latents=3),
-    }
-    model = classes(wrappers[wrap])
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
-    mll = TighterELBO(likelihood, model, 3, combine_terms=False)
-    x, labels = torch.arange(3.0).unsqueeze(-1), torch.tensor([0.0, math.nan, 2.0])
-    paid = []
-    for rows in (slice(None), [0, 2]):
-        torch.manual_seed(0)
-        with gpytorch.settings.observation_nan_policy("fill"), gpytorch.settings.num_likelihood_samples(20000):
-            paid.append(len(labels[rows]) * mll(model(x[rows]), labels[rows]).conditional)
-    torch.testing.assert_close(*paid, rtol=0.05, atol=1e-3)
 
 
 def test_learned_scales_follow_their_task_to_another_dimension():

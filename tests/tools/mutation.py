@@ -59,7 +59,7 @@ TARGETS = {
     "training/batches.py": ("training/test_batches",),
 }
 # What else may notice.
-OTHERS = ("tests/equations", "tests/contract", "tests/predictions", "tests/gplvm", "tests/programs", "tests/training")
+OTHERS = ("tests/equations", "tests/contract", "tests/predictions", "tests/gplvm", "tests/programs/test_state.py")
 
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 DROPPED_CALLS = {"square", "sqrt", "reciprocal", "clamp_min", "detach", "sum", "tril", "log1p", "log"}
