@@ -52,7 +52,8 @@ class Carrier(LinearOperator):
     :param variance: The diagonal: :math:`s_n + m_n d_n` for a learned conditional in training, else :math:`s_n + d_n`.
     :param explained: :math:`s_n`, shape ``... x B``.
     :param residual: :math:`d_n`, shape ``... x B``.
-    :param lazy: Makes the whole covariance; None in training, where only the diagonal counts.
+    :param learned: Of a learned conditional :math:`m_n` and its price, shape ``... x B`` each.
+    :param lazy: Makes the whole covariance; without it only the diagonal counts.
     :param origin: What q(f) was made of.
     :param copied: Which batch dimensions hold copies of one function, made by ``expand``; default none.
     """
@@ -62,18 +63,18 @@ class Carrier(LinearOperator):
         variance: Tensor,
         explained: Tensor,
         residual: Tensor,
-        *,
+        *learned: Tensor,
         lazy: Callable[[], LinearOperator] | None = None,
         origin: Origin | None = None,
         copied: tuple[bool, ...] | None = None,
     ) -> None:
-        super().__init__(variance, explained, residual, lazy=lazy, origin=origin, copied=copied)
-        self.variance, self.explained, self.residual = variance, explained, residual
+        super().__init__(variance, explained, residual, *learned, lazy=lazy, origin=origin, copied=copied)
+        self.variance, self.explained, self.residual, self.learned = variance, explained, residual, learned
         self.lazy, self.origin, self.copied = lazy, origin, copied or (False,) * (variance.dim() - 1)
 
     @functools.cached_property
     def whole(self) -> LinearOperator:
-        """All entries; in training those of a diagonal matrix."""
+        """All entries, evaluated lazily."""
         return DiagLinearOperator(self.variance) if self.lazy is None else self.lazy()
 
     def representation(self) -> tuple[Tensor, ...]:
@@ -109,7 +110,7 @@ class Carrier(LinearOperator):
         of_whole: Callable[[LinearOperator], LinearOperator],
         copied: tuple[bool, ...],
     ) -> Carrier:
-        tensors = map(function, (self.variance, self.explained, self.residual))
+        tensors = map(function, (self.variance, self.explained, self.residual, *self.learned))
         lazy = None if self.lazy is None else lambda: of_whole(self.whole)
         return Carrier(*tensors, lazy=lazy, origin=self.origin, copied=copied)
 

@@ -12,7 +12,7 @@ import torch
 from gpytorch import kernels, likelihoods, means
 
 import tighter_gp
-from tests.strategies.test_wrappers import make_model
+from tests.equations.test_wrappers import make_model
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
 from tests.tools.support import Q_FORMS, randomize_q
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import gpytorch
 import pytest
 import torch
 from gpytorch.likelihoods import GaussianLikelihood
@@ -304,3 +306,19 @@ def test_model_moves_after_construction_prior_included():
     assert value.dtype == torch.float32
     q_x = toy.model().latents.q()
     close(value.double(), toy.elbo().at(toy.x, q_x, toy.y).bound, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["StudentTLikelihood", "LaplaceLikelihood"])
+def test_densities_and_reconstructions_of_a_gplvm_are_those_of_its_likelihood(kind):
+    torch.manual_seed(0)
+    likelihood = getattr(gpytorch.likelihoods, kind)()
+    likelihood.noise = 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = BayesianGPLVM(VariationalLatents(torch.randn(7, 2)), torch.randn(4, 2), 3, likelihood)
+    model = model.eval()
+    x, y = torch.randn(7, 2), torch.randn(7, 3)
+    f = tighter_gp.predict(model, x)
+    expected = tighter_gp.log_density(likelihood, f, y.mT).mT
+    torch.testing.assert_close(model.log_density(y, x), expected)
+    torch.testing.assert_close(model.reconstruct(x).mean, f.mean.mT)

@@ -15,7 +15,7 @@ from linear_operator.operators import DiagLinearOperator
 from scipy import special, stats
 
 import tighter_gp
-from tests.strategies.test_deep_gp import two_layers
+from tests.equations.test_deep_gp import two_layers
 from tests.tools.factories import make_gp, make_noise
 from tests.tools.support import LargestOutput, randomize_q
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood

@@ -243,7 +243,7 @@ def soak(minutes: float, seed: int) -> dict[str, Count]:
 
 def run_tests(minutes: float) -> int:
     """The property tests, and the survival tests in a long run, each at the length of a soak."""
-    files = ["tests/test_properties.py", *(["tests/training/test_survival.py"] if minutes >= 10 else [])]
+    files = ["tests/equations/test_every_problem.py", *(["tests/training/test_survival.py"] if minutes >= 10 else [])]
     environment = {**os.environ, "TIGHTER_GP_SOAK": "1", "TIGHTER_GP_EXAMPLES": str(int(max(20, 25 * minutes)))}
     command = [sys.executable, "-m", "pytest", "-q", "--numprocesses", "0", *files]
     root = Path(__file__).resolve().parents[2]

@@ -64,7 +64,8 @@ class Blocks(OptimalConditional):
             )
         # Not saved: a checkpoint of any conditional without parameters loads into any other.
         self.register_buffer("labels", torch.unique(labels, return_inverse=True)[1], persistent=False)
-        self.sizes = torch.bincount(self.labels)
+        self._host_labels = self.labels.cpu()  # tables of batches are made on the host, wherever the model is
+        self.sizes = torch.bincount(self._host_labels)
 
     @property
     def num_data(self) -> int:
@@ -85,7 +86,7 @@ class Blocks(OptimalConditional):
         :return: :math:`D_{bb}`, ``... x K x S x S``, zero where a block is filled up, and the positions of its points in the
             batch, ``K x S``, -1 there.
         """
-        rows = block_table(self._labels_of(num_points, index))  # [K, S]
+        rows = block_table(self._labels_of(num_points, index)).to(self.labels.device)  # [K, S]
         is_point = rows >= 0
         covariance = within(rows)  # a place that is filled up has -1, which is a row as well
         is_diagonal = torch.eye(rows.size(-1), dtype=torch.bool, device=rows.device)
@@ -100,10 +101,11 @@ class Blocks(OptimalConditional):
                 "model(x, index=rows) in training, with rows from tighter_gp.blocks.BlockBatchSampler."
             )
         if index is None:
-            return self.labels
-        labels = self.labels[index]
-        counts, sizes = torch.bincount(labels, minlength=self.num_blocks), self.sizes.to(labels.device)
-        if bool(((counts > 0) & (counts != sizes)).any()) or len(index.unique()) < len(index):
+            return self._host_labels
+        index = index.cpu()  # the one thing to wait for
+        labels = self._host_labels[index]
+        counts = torch.bincount(labels, minlength=self.num_blocks)
+        if bool(((counts > 0) & (counts != self.sizes)).any()) or len(index.unique()) < len(index):
             raise ValueError(
                 "A batch must hold whole blocks, each point once; this one cuts some. Draw batches with "
                 "tighter_gp.blocks.BlockBatchSampler."

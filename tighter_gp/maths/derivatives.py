@@ -52,6 +52,9 @@ def whiten(inducing_covar: Tensor, chol: Tensor, cross: Tensor) -> tuple[Tensor,
         >>> covar.grad.diagonal()
         tensor([-1.2500, -0.2500])
     """
+    if torch.jit.is_tracing():  # a trace keeps no function of Python
+        matrix = solve_lower(chol.to(cross.dtype), cross)
+        return matrix, matrix.square().sum(-2)
     return _Whiten.apply(inducing_covar, chol, cross)
 
 
@@ -65,7 +68,7 @@ def through_factor(inducing_covar: Tensor, chol: Tensor) -> Tensor:
         >>> tighter_gp.maths.derivatives.through_factor(torch.eye(1), torch.eye(1))
         tensor([[1.]])
     """
-    return _ThroughFactor.apply(inducing_covar, chol)
+    return inducing_covar if torch.jit.is_tracing() else _ThroughFactor.apply(inducing_covar, chol)
 
 
 class _ThroughFactor(torch.autograd.Function):
@@ -115,6 +118,8 @@ def mean_and_explained(matrix: Tensor, mean: Tensor, root: Tensor) -> tuple[Tens
         >>> tighter_gp.maths.derivatives.mean_and_explained(matrix, torch.tensor([2.0, 0.0]), root)
         (tensor([2., 1.]), tensor([0.2500, 0.3125]))
     """
+    if torch.jit.is_tracing():
+        return (matrix.mT @ mean.unsqueeze(-1)).squeeze(-1), (root.mT @ matrix).square().sum(-2)
     is_trained = torch.is_grad_enabled() and (matrix.requires_grad or root.requires_grad)
     # Two products of order M^3 and one of M^2 B in place of two of M^2 B, of which the backward pass repeats one.
     return _Moments.apply(matrix, mean, root, is_trained and matrix.size(-1) > 2 * matrix.size(-2))

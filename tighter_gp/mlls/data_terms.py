@@ -157,9 +157,10 @@ class _Batch(NamedTuple):
 
     def learned(self) -> tuple[Tensor, Tensor]:
         """What a learned conditional keeps of the residual, and its price, which is paid where observations see a function."""
-        conditional, residual, index = self.conditional, self.carrier.residual, self.carrier.origin.index
-        kept = conditional.scale(residual, index=index) * residual
-        penalty = conditional.penalty(residual, index=index).expand_as(residual)
+        if not self.carrier.learned:  # in eval mode
+            raise ValueError(f"{type(self.conditional).__name__} needs model(x, index=rows), also in eval mode.")
+        scale, penalty = self.carrier.learned
+        kept = scale * self.carrier.residual
         if self.mask is not None or not self.is_plain:
             weights = torch.ones_like(self.q.mean) if self.mask is None else self.seen().to(self.q.mean.dtype)
             penalty = penalty * (self.sum_copies(pull_back(self.q, self.carrier, weights)) > 0)

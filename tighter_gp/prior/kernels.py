@@ -19,6 +19,7 @@ from linear_operator import to_dense
 from torch import Tensor
 
 from ..maths.derivatives import once_differentiable
+from ..settings import float32_factor
 
 # Dimensions up to which the norms ride in the product of a squared distance.
 _FEW_DIMENSIONS = 64
@@ -41,7 +42,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         scale, base = kernel.outputscale.to(x.dtype).unsqueeze(-1).unsqueeze(-1), kernel.base_kernel
         profile = _profile(base)
         if profile is not None:  # in one pass over the matrix
-            return _Stationary.apply(_scaled(base, x, rows), rows, columns, scale, profile)
+            return _stationary(_scaled(base, x, rows), rows, columns, scale, profile)
         return scale * covariance(base, x, rows, columns, is_selected=True)
     if kind in _COMBINED:
         return reduce(_COMBINED[kind], (covariance(part, x, rows, columns) for part in kernel.kernels))
@@ -49,7 +50,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         return (x[..., rows, :] * kernel.variance.to(x.dtype)) @ x[..., columns, :].mT
     if kind is kernels.RQKernel:
         alpha = kernel.alpha.to(x.dtype).unsqueeze(-1)  # [..., 1, 1]
-        squared = _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, _squared)
+        squared = _stationary(_scaled(kernel, x, rows), rows, columns, None, _squared)
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
     if kind is kernels.MaternKernel and kernel.nu == 0.5:  # its kink asks for distances from differences
         scaled = _scaled(kernel, x, rows)
@@ -57,7 +58,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist").neg().exp()
     profile = _profile(kernel)
     if profile is not None:
-        return _Stationary.apply(_scaled(kernel, x, rows), rows, columns, None, profile)
+        return _stationary(_scaled(kernel, x, rows), rows, columns, None, profile)
     return _by_gpytorch(kernel, x[..., rows, :], x[..., columns, :])
 
 
@@ -142,6 +143,13 @@ def _profile(kernel: Kernel) -> Profile | None:
     return {1.5: _matern32, 2.5: _matern52}.get(kernel.nu) if type(kernel) is kernels.MaternKernel else None
 
 
+def _stationary(x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile) -> Tensor:
+    if torch.jit.is_tracing():  # a trace keeps no function of Python
+        value, *_ = profile(squared_distance(x, rows, columns))
+        return value if scale is None else scale * value
+    return _Stationary.apply(x, rows, columns, scale, profile)
+
+
 class _Stationary(torch.autograd.Function):
     """A scaled function of squared distances, with a backward pass of two thin products and no root to differentiate."""
 
@@ -176,7 +184,7 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
 
     Zero on the main diagonal if both begin with the same inputs.
     """
-    wide = x.double()
+    wide = x if float32_factor.on() else x.double()
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
     first, second, norm1, norm2 = wide[..., rows, :], wide[..., columns, :], norms[..., rows, :], norms[..., columns, :]
     if x.size(-1) <= _FEW_DIMENSIONS:  # |a|^2 - 2 a'b + |b|^2 as one product

@@ -177,7 +177,7 @@ class TighterStrategy(VariationalStrategy):
 
         :param x: ``... x B x D``.
         :param prior: Whether to return the prior instead.
-        :param diag: In training only the variances of q(f) are meaningful; False for all covariances.
+        :param diag: Not used: covariances are evaluated lazily.
         :param projection: What :meth:`project` returned for these inputs, if it is known: the kernel is not evaluated again.
         :param index: Positions of the points in the training set, for a conditional that needs them.
         """
@@ -191,7 +191,7 @@ class TighterStrategy(VariationalStrategy):
             )
         self.start_from_prior()
         with full_precision(x.device.type):
-            return self.forward(x, projection=projection, index=index, diag=diag, **kwargs)
+            return self.forward(x, projection=projection, index=index, **kwargs)
 
     def forward(
         self,
@@ -199,7 +199,6 @@ class TighterStrategy(VariationalStrategy):
         *,
         projection: Projection | None = None,
         index: Tensor | None = None,
-        diag: bool = True,
         **kwargs: Any,
     ) -> MultivariateNormal:
         r"""From (prior mean, A, d) and q(w) to q(f), whose covariance carries :math:`(s, d)`."""
@@ -211,13 +210,16 @@ class TighterStrategy(VariationalStrategy):
         # GPyTorch adds the jitter to the data's diagonal too. It rides in s, so that all bounds pay the same for it.
         location, s = points.mean + mean.to(dtype), explained.to(dtype) + self.jitter_val
         location, s, residual = torch.broadcast_tensors(location, s, points.residual.to(dtype))
-        kept = residual
-        if self.training and self.conditional.is_learned:
-            kept = self.conditional.scale(residual, index=index) * residual
-        is_diagonal = self.training and (diag or self.conditional.is_learned)
+        conditional, kept, learned = self.conditional, residual, []
+        if conditional.is_learned and (self.training or index is not None or not conditional.needs_index):
+            choose = conditional.scale, conditional.penalty
+            learned = [function(residual, index=index).expand_as(residual) for function in choose]
+            kept = learned[0] * residual if self.training else residual
         shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
-        lazy = None if is_diagonal else lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
-        return MultivariateNormal(location, Carrier(s + kept, s, residual, lazy=lazy, origin=origin))
+        lazy = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
+        if self.training and learned:
+            lazy = None
+        return MultivariateNormal(location, Carrier(s + kept, s, residual, *learned, lazy=lazy, origin=origin))
 
     def _covariance(
         self, x: Tensor, points: Projection, q: list[Whitened], jitter: float, **kwargs: Any

@@ -129,9 +129,15 @@ def _from_data(
     subset = some[chosen.to(some.device)], given[chosen.to(some.device)]
     (holder,) = holders
     points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
-    _choose_lengthscales(model, likelihood, *subset, starts, seed, points.size(-2))
-    _train_hyperparameters(model, likelihood, *subset, iterations, seed, points.size(-2))
+    if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
+        with torch.no_grad():
+            model.mean_module.raw_constant.copy_(subset[1].mean())
+    is_learnt = _choose_lengthscales(model, likelihood, *subset, starts, seed, points.size(-2))
+    if is_learnt:
+        _train_hyperparameters(model, likelihood, *subset, iterations, seed, points.size(-2))
     log.info("initialize: set %s", describe_hyperparameters(model.covar_module, model.mean_module, likelihood))
+    if not is_learnt:
+        return
     if isinstance(holder, TighterStrategy) and all(
         p.requires_grad for q in holder.distributions for p in q.parameters()
     ):
@@ -194,10 +200,14 @@ def _set_lengthscales(values: dict[Any, Tensor], factor: float = 1.0) -> None:
 
 def _choose_lengthscales(
     model: Any, likelihood: Any, x: Tensor, y: Tensor, starts: dict[Any, Tensor], seed: int, num_inducing: int
-) -> None:
-    """Set the lengthscales to those of a few for which the collapsed bound of some rows is best, scale and noise trained."""
+) -> bool:
+    """Set the lengthscales to those of a few for which the collapsed bound of some rows is best, scale and noise trained.
+
+    :return: Whether any of them says more of these rows than their mean does. If not, half of the rule is a place from which
+        all rows can be learnt, in experiments, where scale and noise of these rows are not.
+    """
     if not starts:
-        return
+        return True
     modules = torch.nn.ModuleList([model.covar_module, model.mean_module, likelihood])
     now = {name: value.clone() for name, value in modules.state_dict().items()}
     own = {kernel: kernel.lengthscale.detach().clone() for kernel in starts}
@@ -209,7 +219,9 @@ def _choose_lengthscales(
         if loss < best - _MARGIN:
             best, chosen = loss, values
     modules.load_state_dict(now)
-    _set_lengthscales(chosen)
+    is_learnt = best < 0.5 * math.log(2 * math.pi * math.e * float(y.var())) - _MARGIN
+    _set_lengthscales(chosen, 1.0 if is_learnt else 0.5)
+    return is_learnt
 
 
 def _train_hyperparameters(
@@ -221,9 +233,6 @@ def _train_hyperparameters(
     """
     kernel = model.covar_module
     kernel = kernel.base_kernel if isinstance(kernel, TighterInducingPointKernel) else kernel
-    if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
-        with torch.no_grad():
-            model.mean_module.raw_constant.copy_(y.mean())
     # As many as the model has: the noise that more of them would leave is too small for it.
     points = kmeans(x, min(num_inducing, len(torch.unique(x, dim=0))), seed=seed)
     gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)

@@ -1,0 +1,158 @@
+"""Mean, explained and residual variance against the unwhitened formulas, and the optimal q(w)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tools import dense
+from tighter_gp.maths import linalg, moments
+from tighter_gp.maths.moments import Whitened
+
+RTOL = 1e-9
+
+
+def forms(size: int, seed: int = 1) -> dict[str, tuple[Whitened, torch.Tensor]]:
+    """Every form of q(w) with its covariance written out."""
+    mean, root = dense.random_q(size, seed)
+    wide = torch.randn(size, size + 3, generator=torch.Generator().manual_seed(seed))
+    stddev = root.diagonal()
+    return {
+        "root": (Whitened(mean, root), root @ root.T),
+        "wide root": (Whitened(mean, wide), wide @ wide.T),
+        "stddev": (Whitened(mean, stddev=stddev), torch.diag(stddev**2)),
+        "point mass": (Whitened(mean), torch.zeros(size, size)),
+    }
+
+
+FORMS = ("root", "wide root", "stddev", "point mass")
+
+
+def projection_of(p: dense.Problem) -> torch.Tensor:
+    return torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ p.Kuf
+
+
+def dense_moments(Kuu, Kuf, prior_variance, mean, covariance):
+    """From q(u) = N(L m, L S L') and p(f|u), with inverses."""
+    L, W = torch.linalg.cholesky(Kuu), torch.linalg.inv(Kuu) @ Kuf
+    return (
+        W.T @ (L @ mean),
+        (W.T @ (L @ covariance @ L.T) @ W).diagonal(),
+        prior_variance - (Kuf.T @ W).diagonal(),
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_svgp_moments_are_those_of_the_unwhitened_marginals(form):
+    p = dense.problem()
+    q, covariance = forms(5)[form]
+    actual = moments.svgp_moments(torch.linalg.cholesky(p.Kuu), p.Kuf, p.Kff.diagonal(), q)
+    expected = dense_moments(p.Kuu, p.Kuf, p.Kff.diagonal(), q.mean, covariance)
+    for name, value in zip(("mean", "explained", "residual"), expected, strict=True):
+        torch.testing.assert_close(
+            getattr(actual, name), value, rtol=RTOL, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("form", ["root", "stddev"])
+def test_svgp_moments_have_the_gradients_of_the_unwhitened_marginals(form):
+    p = dense.problem()
+    q, _ = forms(5)[form]
+    weights = torch.randn(3, 17)
+    spread = q.root if form == "root" else q.stddev
+    leaves = [t.clone().requires_grad_() for t in (p.Kuu, p.Kuf, p.Kff.diagonal(), q.mean, spread)]
+    Kuu, Kuf, prior_variance, mean, spread = leaves
+
+    actual = moments.svgp_moments(linalg.cholesky(Kuu), Kuf, prior_variance, Whitened(mean, **{form: spread}))
+    covariance = spread @ spread.T if form == "root" else torch.diag(spread**2)
+    expected = dense_moments(Kuu, Kuf, prior_variance, mean, covariance)
+
+    actual_grads, expected_grads = (
+        torch.autograd.grad((weights * torch.stack(list(values)).sin()).sum(), leaves) for values in (actual, expected)
+    )
+    for actual_grad, expected_grad in zip(actual_grads[1:], expected_grads[1:], strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-8, atol=1e-9)
+    # Only symmetric changes of K_ZZ mean anything.
+    torch.testing.assert_close(
+        actual_grads[0] + actual_grads[0].T, expected_grads[0] + expected_grads[0].T, rtol=1e-8, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_of_q_broadcasts_against_one_kernel(form):
+    p = dense.problem()
+    chol = torch.linalg.cholesky(p.Kuu)
+    qs = [forms(5, seed)[form][0] for seed in (1, 2, 3)]
+    stacked = Whitened(*(None if qs[0][k] is None else torch.stack([q[k] for q in qs]) for k in range(3)))
+    actual = moments.svgp_moments(chol, p.Kuf, p.Kff.diagonal(), stacked)
+    for i, q in enumerate(qs):
+        expected = moments.svgp_moments(chol, p.Kuf, p.Kff.diagonal(), q)
+        torch.testing.assert_close(actual.mean[i], expected.mean, rtol=RTOL, atol=1e-12)
+        torch.testing.assert_close(actual.explained.expand(3, 17)[i], expected.explained, rtol=RTOL, atol=1e-12)
+        torch.testing.assert_close(actual.residual.expand(3, 17)[i], expected.residual, rtol=RTOL, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["root", "wide root", "stddev"])
+def test_squared_columns_of_the_explained_root_sum_to_the_explained_variance(form):
+    q, covariance = forms(5)[form]
+    projection = torch.randn(5, 17)
+    root = moments.explained_root(projection, q)
+    torch.testing.assert_close(root.mT @ root, projection.T @ covariance @ projection, rtol=RTOL, atol=1e-12)
+    torch.testing.assert_close(
+        moments.explained_variance(projection, q),
+        (projection.T @ covariance @ projection).diagonal(),
+        rtol=RTOL,
+        atol=1e-12,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The optimal q(w)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_optimal_q_is_the_whitened_posterior_of_the_inducing_variables(hetero):
+    p = dense.problem(hetero=hetero)
+    q = moments.optimal_whitened(projection_of(p), p.y, p.noise)
+    mean, covariance = dense.optimal_q(p)
+    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)
+
+
+def test_no_other_q_has_a_higher_bound():
+    p = dense.problem(hetero=True)
+    q, scale = moments.optimal_whitened(projection_of(p), p.y, p.noise), 0.05 + 0.9 * torch.rand(17)
+    best = dense.uncollapsed(p, q.mean, q.root @ q.root.mT, scale)
+    for size in (1e-3, 1e-1, 1.0):
+        for _ in range(5):
+            root = q.root + size * torch.randn(5, 5)
+            assert dense.uncollapsed(p, q.mean + size * torch.randn(5), root @ root.mT, scale) < best
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1,), (2, 1), ()],
+)
+def test_optimal_q_takes_every_noise_that_broadcasts(shape):
+    projection, y, noise = torch.randn(5, 17), torch.randn(17), 0.1 + torch.rand(shape)
+    q = moments.optimal_whitened(projection, y, noise)
+    assert q.mean.shape == (*shape[:-1], 5)
+    for i, value in enumerate(noise.reshape(-1)):
+        expected = moments.optimal_whitened(projection, y, value.expand(17))
+        torch.testing.assert_close(q.mean.reshape(-1, 5)[i], expected.mean, rtol=RTOL, atol=1e-12)
+        torch.testing.assert_close(q.root.reshape(-1, 5, 5)[i], expected.root, rtol=RTOL, atol=1e-12)
+
+
+def test_optimal_q_can_be_gathered_in_chunks():
+    p = dense.problem(hetero=True)
+    A = projection_of(p)
+    gram, linear = torch.zeros(5, 5), torch.zeros(5)
+    for rows in (slice(0, 6), slice(6, 7), slice(7, 17)):
+        weights = torch.diag(1 / p.noise[rows])
+        gram += A[:, rows] @ weights @ A[:, rows].T
+        linear += A[:, rows] @ weights @ p.y[rows]
+    mean, covariance = dense.optimal_q(p)
+    q = moments.whitened_from_gram(gram, linear)
+    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)

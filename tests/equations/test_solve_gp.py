@@ -1,0 +1,499 @@
+"""Two sets of inducing variables: golden values, dense formulas, the same q(f) as SVGP on both sets, batches and wrappers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import math
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.mlls import VariationalELBO
+from gpytorch.variational import (
+    CholeskyVariationalDistribution,
+    MeanFieldVariationalDistribution,
+    NaturalVariationalDistribution,
+)
+
+import tighter_gp
+from tests.tools import dense
+from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tests.tools.golden import VECTORS
+from tests.tools.solve_gp import DISTRIBUTIONS, MU, Joint, joint_svgp, logarithm, make_solve_gp, random_parts, trace
+from tighter_gp import SolveGPVariationalStrategy, TighterELBO
+from tighter_gp.maths import solve_gp
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_bounds_are_the_unwhitened_definition(hetero):
+    j, (q_u, q_v) = Joint(1, hetero), random_parts(1)
+    model = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v)
+    likelihood = make_noise(j.p.noise if hetero else j.p.noise[0])
+    tight = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y, batch_size=6)
+    base = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y, batch_size=6, objective=VariationalELBO)
+    torch.testing.assert_close(tight, j.uncollapsed(q_u, q_v, None), rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(base, j.uncollapsed(q_u, q_v, torch.ones(17)), rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_closed_form_is_the_dense_one(hetero):
+    j = Joint(2, hetero)
+    H = j.projection()
+    d = j.p.Kff.diagonal() - H.square().sum(0)
+    base = solve_gp.solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
+    tight = solve_gp.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU)
+    torch.testing.assert_close(base, j.collapsed(trace), rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(tight, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
+
+
+def test_closed_form_is_the_bound_at_the_optimal_q():
+    j = Joint(3, hetero=True)
+    H = j.projection()
+    q_u, q_v = solve_gp.optimal_solve_gp_whitened(H, j.p.y, j.p.noise, MU)
+    value = j.uncollapsed((q_u.mean, q_u.root), (q_v.mean, q_v.root), None)
+    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("kind_v", DISTRIBUTIONS)
+@pytest.mark.parametrize("kind_u", [CholeskyVariationalDistribution, MeanFieldVariationalDistribution])
+def test_set_optimal_q_is_stationary_for_every_form(kind_u, kind_v):
+    j = Joint(4)
+    model = make_solve_gp(j.z, j.o, j.kernel, distributions=(kind_u, kind_v))
+    likelihood = make_noise(j.p.noise[0])
+    tighter_gp.set_optimal_q(model, likelihood, j.p.x, j.p.y)
+    loss = -TighterELBO(likelihood, model.train(), 17)(model(j.p.x), j.p.y)
+    gradients = torch.autograd.grad(loss, list(model.variational_parameters()))
+    assert max(gradient.abs().max() for gradient in gradients) < 1e-8
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_order_of_the_bounds(seed):
+    j = Joint(seed, hetero=seed % 2 == 1, kernel=("rbf", "matern32")[seed % 3 == 0])
+    H = j.projection()
+    d = (j.p.Kff.diagonal() - H.square().sum(0)).clamp_min(0.0)
+    chain = [
+        dense.f1(j.only_u),
+        solve_gp.solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
+        solve_gp.tighter_solve_gp_bound(H, j.p.y, j.p.noise, d, MU),
+        dense.f4(j.p),
+        dense.evidence(j.p),
+    ]
+    for lower, upper in itertools.pairwise(chain):
+        assert lower <= upper + 1e-8 * upper.abs()
+    assert chain[1] < chain[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One operation with its own backward pass
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Golden values
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+CASES = VECTORS["solvegp"]
+
+
+class Golden:
+    def __init__(self, case):
+        tensor = lambda name: torch.tensor(case[name])
+        self.x, self.y, self.x_test = tensor("X"), tensor("y"), tensor("X_test")
+        self.expected = {name: torch.tensor(value) for name, value in case["expected"].items()}
+        self.likelihood, self.beta = make_noise(case["noise_variance"]), case["beta"]
+        kernel = case["kernel"]
+        self.make = lambda **kwargs: make_solve_gp(
+            tensor("Z"),
+            tensor("V"),
+            make_kernel(kernel["type"], kernel["variance"], torch.tensor(kernel["lengthscales"])),
+            (tensor("q_u_whitened_mean"), tensor("q_u_whitened_chol")),
+            (tensor("q_v_whitened_mean"), tensor("q_v_whitened_chol")),
+            jitter_val=case["jitter"],
+            **kwargs,
+        )
+
+    def check(self, value, name, rtol=1e-9):
+        torch.testing.assert_close(value.detach(), self.expected[name], rtol=rtol, atol=1e-12)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case["name"])
+def golden(request):
+    return Golden(request.param)
+
+
+def test_golden_bounds_at_q(golden):
+    model = golden.make(conditional="beta")
+    model.variational_strategy.conditional.beta = golden.beta
+    golden.check(tighter_gp.evaluate_bound(model, golden.likelihood, golden.x, golden.y), "tsolvegp_at_q")
+    base = tighter_gp.evaluate_bound(golden.make(), golden.likelihood, golden.x, golden.y, objective=VariationalELBO)
+    golden.check(base, "solvegp_at_q")
+
+
+def test_golden_kl_and_marginals(golden):
+    model = golden.make(conditional="beta")
+    model.variational_strategy.conditional.beta = golden.beta
+    strategy = model.variational_strategy
+    total = golden.expected["kl_u"] + golden.expected["kl_v"]
+    torch.testing.assert_close(strategy.kl_divergence(), total, rtol=1e-9, atol=0.0)
+    q = model.train()(golden.x)
+    golden.check(q.lazy_covariance_matrix.residual, "d")
+    golden.check(q.mean, "marginal_mean_train")
+    golden.check(q.variance, "marginal_var_train_mnd")
+    golden.check(golden.make().train()(golden.x).variance, "marginal_var_train_solvegp")
+
+
+def test_golden_predictions(golden):
+    model = golden.make(conditional="beta")
+    model.variational_strategy.conditional.beta = golden.beta
+    q = model.eval()(golden.x_test)
+    golden.check(q.mean, "pred_mean")
+    golden.check(q.variance, "pred_var_drop")
+    dropped = tighter_gp.predict(model, golden.x_test)
+    golden.check(dropped.mean, "pred_mean")
+    golden.check(dropped.variance, "pred_var_drop")
+    exact = tighter_gp.predict(model, golden.x_test, "exact", train_x=golden.x)
+    golden.check(exact.variance, "pred_var_exact", rtol=1e-7)
+
+
+def test_golden_collapsed(golden):
+    model = golden.make()
+    tighter_gp.set_optimal_q(model, golden.likelihood, golden.x, golden.y, batch_size=4)
+    golden.check(tighter_gp.evaluate_bound(model, golden.likelihood, golden.x, golden.y), "tsolvegp_collapsed")
+    base = tighter_gp.evaluate_bound(model, golden.likelihood, golden.x, golden.y, objective=VariationalELBO)
+    golden.check(base, "solvegp_collapsed")
+    golden.check(model.variational_strategy.whitened().mean, "collapsed_whitened_means_uv")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same q(f) as SVGP on both sets of points
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jitter_val", [0.0, 1e-3])
+def test_values_and_gradients_are_those_of_svgp_on_the_union(jitter_val):
+    j, (q_u, q_v) = Joint(6), random_parts(6)
+    ours = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v, jitter_val=jitter_val, mean=0.3)
+    theirs = joint_svgp(j.z, j.o, j.kernel, q_u, q_v, jitter_val, mean=0.3)
+    likelihood = make_noise(j.p.noise[0])
+    values, gradients = [], []
+    for model in (ours, theirs):
+        loss = -VariationalELBO(likelihood, model.train(), 23)(model(j.p.x), j.p.y)
+        values.append(loss)
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*values, rtol=1e-10, atol=0.0)
+    mine, other = gradients
+    prefix = "variational_strategy."
+    q, v = prefix + "_variational_distribution.", prefix + "_orthogonal_distribution."
+    stacked = {
+        prefix + "inducing_points": torch.cat([mine[prefix + "inducing_points"], mine[prefix + "orthogonal_points"]]),
+        q + "variational_mean": torch.cat([mine[q + "variational_mean"], mine[v + "variational_mean"]]),
+    }
+    root = other[q + "chol_variational_covar"]
+    torch.testing.assert_close(mine[q + "chol_variational_covar"], root[:MU, :MU].tril(), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(mine[v + "chol_variational_covar"], root[MU:, MU:].tril(), rtol=1e-8, atol=1e-10)
+    for name, gradient in other.items():
+        if not name.endswith("chol_variational_covar"):
+            torch.testing.assert_close(stacked.get(name, mine[name]), gradient, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("jitter_val", [0.0, 1e-3])
+def test_predictions_are_those_of_svgp_on_the_union(jitter_val):
+    j, (q_u, q_v) = Joint(7), random_parts(7)
+    ours = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v, jitter_val=jitter_val, mean=-0.4).eval()
+    theirs = joint_svgp(j.z, j.o, j.kernel, q_u, q_v, jitter_val, mean=-0.4).eval()
+    mine, other = ours(j.p.x), theirs(j.p.x)
+    torch.testing.assert_close(mine.mean, other.mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mine.covariance_matrix, other.covariance_matrix, rtol=1e-10, atol=1e-10)
+    full = ours.train().variational_strategy(j.p.x, diag=False)
+    torch.testing.assert_close(full.covariance_matrix, other.covariance_matrix, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind_u", DISTRIBUTIONS)
+@pytest.mark.parametrize("kind_v", DISTRIBUTIONS)
+def test_every_pair_of_distributions_gives_its_own_kl_and_marginals(kind_u, kind_v):
+    j = Joint(9)
+    model = make_solve_gp(j.z, j.o, j.kernel, distributions=(kind_u, kind_v)).train()
+    model(j.p.x)  # initialises
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.variational_parameters():
+        change = 0.05 * torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(change.tril() if change.dim() > 1 else change)
+    strategy = model.variational_strategy
+    strategy.mark_initialized()
+    parts = [strategy._variational_distribution(), strategy._orthogonal_distribution()]
+    covariances = [
+        torch.zeros(len(q.mean), len(q.mean)) if isinstance(q, gpytorch.distributions.Delta) else q.covariance_matrix
+        for q in parts
+    ]
+    expected_kl = 0.0
+    for q, S in zip(parts, covariances, strict=True):
+        if S.any():
+            expected_kl = expected_kl + dense.kl(q.mean, S, 0 * q.mean, torch.eye(len(S)))
+        else:  # GPyTorch's convention for a point mass: minus the log density of the prior
+            expected_kl = expected_kl + 0.5 * (q.mean @ q.mean + len(q.mean) * math.log(2 * math.pi))
+    torch.testing.assert_close(strategy.kl_divergence(), expected_kl)
+    if all(S.any() for S in covariances):
+        joint_kl = torch.distributions.kl_divergence(strategy.variational_distribution, strategy.prior_distribution)
+        torch.testing.assert_close(joint_kl, expected_kl)
+    H, S = j.projection(), torch.block_diag(*covariances)
+    q = model(j.p.x)
+    torch.testing.assert_close(q.mean, H.T @ torch.cat([part.mean for part in parts]))
+    torch.testing.assert_close(q.variance, (j.p.Kff - H.T @ H + H.T @ S @ H).diagonal())
+    torch.testing.assert_close(model.eval()(j.p.x).covariance_matrix, j.p.Kff - H.T @ H + H.T @ S @ H)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_no_orthogonal_points_is_svgp(kind):
+    p = dense.problem(10)
+    ours = make_solve_gp(p.z, p.z[:0], make_kernel("rbf", 1.1, p.lengthscales), distributions=(kind, kind), mean=0.2)
+    theirs = make_gp(p.z, make_kernel("rbf", 1.1, p.lengthscales), distribution=kind, mean=0.2)
+    results = []
+    for model in (ours, theirs):
+        torch.manual_seed(1)  # of the first call's noise on the mean
+        likelihood = make_noise(p.noise[0])
+        value = TighterELBO(likelihood, model.train(), 19)(model(p.x), p.y)
+        value.backward()
+        gradients = [model.variational_strategy.inducing_points.grad, model.covar_module.raw_outputscale.grad]
+        q = model.eval()(p.x[:6])
+        results.append((value, gradients, q.mean, q.covariance_matrix))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cost and caches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_joint_of_two_mean_field_distributions_has_their_variances():
+    parts = [gpytorch.variational.MeanFieldVariationalDistribution(size) for size in (3, 2)]
+    for part, value in zip(parts, (0.5, 3.0), strict=True):
+        part._variational_stddev.data.fill_(value)
+    points = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    make = lambda model: tighter_gp.SolveGPVariationalStrategy(model, points[:3], points[3:], *parts)
+    joint = GP(make, gpytorch.kernels.RBFKernel()).variational_strategy.variational_distribution
+    torch.testing.assert_close(joint.variance, torch.tensor([0.25, 0.25, 0.25, 9.0, 9.0]))
+
+
+def test_scales_of_every_conditional():
+    j, (q_u, q_v) = Joint(23), random_parts(23)
+    d = j.p.Kff.diagonal() - j.projection().square().sum(0)
+    per_point = tighter_gp.PerPoint(17)
+    per_point.m = torch.linspace(0.2, 0.8, 17)
+    for conditional, scale, kwargs in (
+        ("optimal", None, {}),
+        ("beta", 0.4 / (0.4 + d), {}),
+        ("scalar", torch.full((17,), 0.7), {}),
+        (per_point, torch.linspace(0.2, 0.8, 17), {"index": torch.arange(17)}),
+    ):
+        model = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v, conditional=conditional).train()
+        if conditional == "beta":
+            model.variational_strategy.conditional.beta = 0.4
+        if conditional == "scalar":
+            model.variational_strategy.conditional.m = 0.7
+        value = 17 * TighterELBO(make_noise(j.p.noise[0]), model, 17)(model(j.p.x, **kwargs), j.p.y)
+        torch.testing.assert_close(value, j.uncollapsed(q_u, q_v, scale), rtol=1e-9, atol=0.0)
+
+
+def test_natural_gradient_steps_reach_the_closed_form():
+    j = Joint(25)
+    kinds = (NaturalVariationalDistribution, NaturalVariationalDistribution)
+    model = make_solve_gp(j.z, j.o, j.kernel, distributions=kinds).train()
+    likelihood = make_noise(j.p.noise[0])
+    mll = TighterELBO(likelihood, model, 17)
+    optimizer = gpytorch.optim.NGD(list(model.variational_parameters()), num_data=17, lr=0.5)
+    for _ in range(80):
+        optimizer.zero_grad()
+        (-mll(model(j.p.x), j.p.y)).backward()
+        optimizer.step()
+    value = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y)
+    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-8, atol=0.0)
+
+
+def test_float32_is_finite_at_tiny_noise_and_near_double():
+    j = Joint(26)
+    kernel = make_kernel("rbf", 1.0, torch.tensor([2.0, 2.0]))
+    values = []
+    for dtype in (torch.float64, torch.float32):
+        model = make_solve_gp(j.z, j.o, copy.deepcopy(kernel), jitter_val=1e-4).to(dtype).train()
+        likelihood = make_noise(1e-4).to(dtype)
+        x, y = j.p.x.to(dtype), j.p.y.to(dtype)
+        tighter_gp.set_optimal_q(model, likelihood, x, y)
+        value = TighterELBO(likelihood, model, 17)(model(x), y)
+        gradients = torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad])
+        assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        assert bool((model(x).lazy_covariance_matrix.residual >= 0).all())
+        values.append(value.double())
+    torch.testing.assert_close(values[1], values[0], rtol=2e-2, atol=0.0)
+
+
+def test_prediction_terms_lie_between_zero_and_the_dropped_one():
+    j = Joint(27)
+    model, likelihood = make_solve_gp(j.z, j.o, j.kernel), make_noise(j.p.noise[0])
+    tighter_gp.set_optimal_q(model, likelihood, j.p.x, j.p.y)
+    x = j.p.x[:6] + 0.05
+    predict = functools.partial(tighter_gp.predict, model, x, likelihood=likelihood, train_x=j.p.x)
+    dropped = tighter_gp.predict(model, x).variance
+    # d_* + s_* - r' V r by its definition: D given u and v, symmetric root
+    k = dense.KERNELS[j.p.kernel]
+    scale = lambda a, b: k(a, b, j.p.variance, j.p.lengthscales)
+    points = torch.cat([j.z, j.o])
+    inverse = torch.linalg.inv(scale(points, points))
+    residual = lambda a, b: scale(a, b) - scale(a, points) @ inverse @ scale(points, b)
+    D, cross, noise = residual(j.p.x, j.p.x), residual(j.p.x, x), j.p.noise[0]
+    values, vectors = torch.linalg.eigh(D)
+    root = vectors @ torch.diag(values.clamp_min(1e-300).rsqrt()) @ vectors.T
+    V = root @ torch.diag(D.diagonal() / (noise + D.diagonal())) @ root
+    expected = dropped - (cross.T @ V @ cross).diagonal()
+    torch.testing.assert_close(predict("exact").variance, expected, rtol=1e-6, atol=1e-9)
+    for term in ("exact", "optimal", "subset"):
+        variance = predict(term).variance
+        assert bool((variance > 0).all())
+        assert bool((variance <= dropped + 1e-12).all())
+
+
+def two_of(seed: int):
+    """Two q(u) and two q(v), stacked."""
+    parts = [random_parts(seed), random_parts(seed + 1)]
+    stack = lambda which, item: torch.stack([part[which][item] for part in parts])
+    return parts, (stack(0, 0), stack(0, 1)), (stack(1, 0), stack(1, 1))
+
+
+def test_a_batch_of_gps_with_shared_points_equals_separate_models():
+    j = Joint(16)
+    parts, q_u, q_v = two_of(16)
+    likelihood = make_noise(j.p.noise[0])
+    batch = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v, batch_shape=torch.Size([2]))
+    together = tighter_gp.evaluate_bound(batch, likelihood, j.p.x, j.p.y)
+    apart = torch.stack(
+        [
+            tighter_gp.evaluate_bound(make_solve_gp(j.z, j.o, j.kernel, *part), likelihood, j.p.x, j.p.y)
+            for part in parts
+        ]
+    )
+    torch.testing.assert_close(together, apart)
+    assert batch.eval()(j.p.x).batch_shape == torch.Size([2])
+
+
+def test_set_optimal_q_of_a_batch():
+    j = Joint(19)
+    batch = make_solve_gp(j.z, j.o, j.kernel, batch_shape=torch.Size([2]))
+    targets = torch.stack([j.p.y, 2 * j.p.y])
+    tighter_gp.set_optimal_q(batch, make_noise(j.p.noise[0]), j.p.x, targets)
+    single = make_solve_gp(j.z, j.o, j.kernel)
+    tighter_gp.set_optimal_q(single, make_noise(j.p.noise[0]), j.p.x, 2 * j.p.y)
+    torch.testing.assert_close(batch.variational_strategy.whitened()[0][1], single.variational_strategy.whitened()[0])
+
+
+def multitask_gp(j, q_u, q_v, wrap):
+    model = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v, batch_shape=torch.Size([2]))
+    model.variational_strategy = wrap(model.variational_strategy)
+    return model
+
+
+def test_independent_multitask_sums_both_kls_and_both_bounds():
+    j = Joint(20)
+    parts, q_u, q_v = two_of(20)
+    wrap = functools.partial(gpytorch.variational.IndependentMultitaskVariationalStrategy, num_tasks=2)
+    model = multitask_gp(j, q_u, q_v, wrap)
+    singles = [make_solve_gp(j.z, j.o, j.kernel, *part) for part in parts]
+    kls = [single.variational_strategy.kl_divergence() for single in singles]
+    torch.testing.assert_close(model.variational_strategy.kl_divergence(), sum(kls))
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, has_global_noise=False)
+    likelihood.task_noises = torch.tensor([0.1, 0.3])
+    targets = torch.stack([j.p.y, j.p.y.flip(0)], -1)
+    value = TighterELBO(likelihood, model.train(), 17)(model(j.p.x), targets) * 17
+    expected = sum(
+        j_uncollapsed(j, part, targets[:, task], noise)
+        for task, (part, noise) in enumerate(zip(parts, (0.1, 0.3), strict=True))
+    )
+    torch.testing.assert_close(value, expected, rtol=1e-8, atol=0.0)
+
+
+def j_uncollapsed(j, part, targets, noise):
+    single = copy.copy(j)
+    single.p = j.p._replace(y=targets, noise=torch.full((17,), noise))
+    return single.uncollapsed(*part, None)
+
+
+def test_lmc_has_the_sum_of_the_kls_and_the_tighter_bound_is_higher():
+    j = Joint(21)
+    parts, q_u, q_v = two_of(21)
+    wrap = functools.partial(
+        gpytorch.variational.LMCVariationalStrategy, num_tasks=3, num_latents=2, latent_dim=-1, jitter_val=0.0
+    )
+    model = multitask_gp(j, q_u, q_v, wrap)
+    kls = [make_solve_gp(j.z, j.o, j.kernel, *part).variational_strategy.kl_divergence() for part in parts]
+    torch.testing.assert_close(model.variational_strategy.kl_divergence(), sum(kls))
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=3, has_global_noise=False)
+    likelihood.task_noises = torch.tensor([0.1, 0.2, 0.3])
+    targets = torch.stack([j.p.y, j.p.y.flip(0), -j.p.y], -1)
+    q = model.train()(j.p.x)
+    tight = TighterELBO(likelihood, model, 17)(q, targets)
+    base = VariationalELBO(likelihood, model, 17)(q, targets)
+    # With w_k = sum_p W_pk^2 / noise_p the gain is 1/2 sum (w d - log(1 + w d))
+    weight = (model.variational_strategy.lmc_coefficients**2 / torch.tensor([0.1, 0.2, 0.3])).sum(-1, keepdim=True)
+    ratio = weight * (j.p.Kff.diagonal() - j.projection().square().sum(0))
+    torch.testing.assert_close(17 * (tight - base), 0.5 * (ratio - torch.log(1 + ratio)).sum(), rtol=1e-7, atol=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies and fantasies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_round_trip():
+    j, (q_u, q_v) = Joint(28), random_parts(28)
+    model, other = make_solve_gp(j.z, j.o, j.kernel, q_u, q_v), make_solve_gp(j.o.new_zeros(MU, 2), 0 * j.o, j.kernel)
+    names = {name.rpartition("variational_strategy.")[2] for name in model.state_dict()}
+    assert {"inducing_points", "orthogonal_points", "_orthogonal_distribution.variational_mean"} <= names
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    torch.testing.assert_close(other.eval()(j.p.x).covariance_matrix, model.eval()(j.p.x).covariance_matrix)
+
+
+def test_fixed_locations_are_buffers():
+    j = Joint(30)
+    model = make_solve_gp(j.z, j.o, j.kernel, learn_inducing_locations=False)
+    assert not any("points" in name for name, _ in model.named_parameters())
+    assert sum("points" in name for name in model.state_dict()) == 2
+
+
+def test_one_dimensional_points_get_a_column():
+    strategy = SolveGPVariationalStrategy(
+        None,
+        torch.linspace(0, 1, 4),
+        torch.linspace(0.1, 0.9, 3),
+        CholeskyVariationalDistribution(4),
+        CholeskyVariationalDistribution(3),
+    )
+    assert strategy.inducing_points.shape == (4, 1)
+    assert strategy.orthogonal_points.shape == (3, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jitter_val", [None, 1e-4])
+def test_a_point_in_both_sets_works_with_jitter(jitter_val):
+    j = Joint(33)
+    o = torch.cat([j.z[1:2], j.o[1:]])
+    model, likelihood = make_solve_gp(j.z, o, j.kernel, jitter_val=jitter_val), make_noise(j.p.noise[0])
+    tighter_gp.set_optimal_q(model, likelihood, j.p.x, j.p.y)
+    without = make_solve_gp(j.z, j.o[1:], j.kernel, jitter_val=jitter_val)
+    tighter_gp.set_optimal_q(without, likelihood, j.p.x, j.p.y)
+    # The duplicate explains next to nothing: the bound is what it is without it, up to the jitter's share.
+    values = [tighter_gp.evaluate_bound(m, likelihood, j.p.x, j.p.y) for m in (model, without)]
+    torch.testing.assert_close(*values, rtol=1e-2, atol=0.0)
+    assert values[0] < dense.evidence(j.p)
+    loss = -TighterELBO(likelihood, model.train(), 17)(model(j.p.x), j.p.y)
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
