@@ -9,7 +9,6 @@ errors of the paired difference, above that of every other.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -153,21 +152,16 @@ def differences(results: Sequence[dict[str, Any]]) -> str:
     rows = []
     for (dataset, number, _), group in scores.grouped(results).items():
         nlpd: dict[str, dict[tuple[int, int], float]] = {method: {} for method in METHODS}
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
         for one in group:
             nlpd[one["method"]][one["split"], one["seed"]] = one["nlpd"]
-            times[one["method"]].append(one["processor_seconds"])
         own = nlpd["default"]
         default = scores.mean(own.values())
         if default is None:
             continue
         found = [scores.mean(own[at] - value for at, value in nlpd[other].items() if at in own) for other in others]
         holds = all(one is None or one.value <= max(SLACK, 2 * (one.error or 0.0)) for one in found)
-        shown = ["" if one is None else one.show(4, signed=True) for one in found]
-        average = {method: statistics.mean(seconds) for method, seconds in times.items() if seconds}
-        rates = [average[other] / average["default"] for other in others if other in average]
-        took = f"{min(rates):.2f} to {max(rates):.2f}" if rates else ""
-        rows.append([dataset, str(number), str(len(own)), default.show(4), *shown, "yes" if holds else "no", took])
+        shown = ["" if one is None else one.show(3, signed=True) for one in found]
+        rows.append([dataset, str(number), default.show(3), *shown, "yes" if holds else "no"])
     less = [f"less {other}" for other in others]
-    header = ["data", "M", "runs", "NLPD of the default", *less, "holds its own", "their time over its"]
+    header = ["data", "M", "NLPD of the default", *less, "holds its own"]
     return scores.table(header, rows)

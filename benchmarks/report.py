@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import claims, demo, recipes
+from . import claims, recipes
 from .registry import PAPER
 from .scores import (
     BOUND,
@@ -109,12 +109,15 @@ def pairs_table(rows: Sequence[Row], lines: Sequence[Result] = ()) -> str:
         other = [_other_budget(lines, matched)] if lines else []
         name = f"{label(tighter)} − {label(base)}" + (f" ({', '.join(own)})" if own else "")
         shown.append([dataset, str(size), name, str(len(matched)), *cells, f"{min(gaps):+.4f}", *other])
+    is_single = len({row[2] for row in shown}) == 1
     if len(shown) > 1:
         blank = [""] * (1 + bool(lines))
         shown.append(["all", "", "", "", *(f"({wins(totals[metric.title])})" for metric in metrics), *blank])
     changes = [f"Δ {metric.title}" for metric in metrics]
-    last = ["least gap", *(["Δ bound, other epochs"] if lines else [])]
-    return table(["data", "M", "pair", "pairs", *changes, *last], shown)
+    last = ["least gap", *(["Δ bound, two budgets"] if lines else [])]
+    header = ["data", "M", "pair", "pairs", *changes, *last]
+    kept = [i for i in range(len(header)) if i != 2 or not is_single]
+    return table([header[i] for i in kept], [[row[i] for i in kept] for row in shown])
 
 
 def _other_budget(lines: Sequence[Result], matched: Sequence[tuple[Result, Result]]) -> str:
@@ -134,14 +137,29 @@ def _other_budget(lines: Sequence[Result], matched: Sequence[tuple[Result, Resul
             mean(differences([pair for pair in found if place(pair[1]) in common], BOUND)) for found in (matched, other)
         ]
         if values[0] is not None and values[1] is not None:
-            return f"{values[0].value:+.4f} ({epochs}), {values[1].value:+.4f} ({budget})"
+            return f"{values[0].value:+.4f}@{epochs}, {values[1].value:+.4f}@{budget}"
     return "not tried"
 
 
-def compared(name: str, *settings: str, budgets: bool = False) -> str:
+def compared(name: str, *settings: str) -> str:
     """The pairs of an experiment."""
-    lines = lines_of(name)
-    return pairs_table(rows_of(lines, *settings), lines if budgets else ())
+    return pairs_table(rows_of(lines_of(name), *settings))
+
+
+def regression() -> str:
+    """T-SVGP row by row, and T-SOLVE-GP in a sentence."""
+    lines = lines_of("uci")
+    rows = {base: [row for row in rows_of(lines) if row[1][0] == base] for base in ("svgp", "solve-gp")}
+    told = []
+    for metric in (BOUND, LOG_LIKELIHOOD, RMSE):
+        values = [value for _, _, matched in rows["solve-gp"] for value in differences(matched, metric)]
+        told.append(f"{metric.title} {wins(tally(values, metric))}")
+    return f"{pairs_table(rows['svgp'], lines)}\n\nT-SOLVE-GP − SOLVE-GP on the same sets: {', '.join(told)}."
+
+
+def mnist() -> str:
+    """T-SVGP on images, by who chooses the scales."""
+    return pairs_table([row for row in rows_of(lines_of("mnist"), "conditional") if row[1][0] == "svgp"])
 
 
 def headline() -> str:
@@ -163,14 +181,14 @@ def headline() -> str:
 def means(lines: Sequence[Result], metrics: Sequence[Metric], *settings: str) -> str:
     """Means over splits and seeds, one row per method."""
     rows = []
-    for (dataset, size, _), group in grouped(lines, *settings).items():
+    for group in grouped(lines, *settings).values():
         for method in dict.fromkeys(line["method"] for line in group):
             own = [line for line in group if line["method"] == method]
             found = [(metric, mean(map(metric.read, own))) for metric in metrics]
             cells = [one.show(metric.digits) if one else "" for metric, one in found]
             told = [str(setting(own[0], name) or "") for name in settings]
-            rows.append([dataset, str(size or ""), label(method), *told, str(len(own)), *cells])
-    return table(["data", "M", "method", *settings, "runs", *(metric.title for metric in metrics)], rows)
+            rows.append([label(method), *told, *cells])
+    return table(["method", *settings, *(metric.title for metric in metrics)], rows)
 
 
 def neighbours() -> str:
@@ -183,10 +201,10 @@ def neighbours() -> str:
         cells = []
         for name, digits in (("rmse", 3), ("nlpd", 2), ("coverage", 3), ("processor_seconds", 1)):
             found = [of(method, name) for method in methods]
-            cells.append(" / ".join(f"{one.value:.{digits}f}" if one else "" for one in found))
+            cells.append("/".join(f"{one.value:.{digits}f}" if one else "" for one in found))
         rows.append([dataset, str(group[0]["num_train"]), str(len({run["split"] for run in group})), *cells])
     header = ["data", "N", "splits", "RMSE", "NLPD", "coverage of 95 %", "processor seconds"]
-    return f"{table(header, rows)}\n\nIn each cell: T-SVGP (M = 256) / with neighbours / boosted trees."
+    return f"{table(header, rows)}\n\nIn each cell: T-SVGP, the same with neighbours, boosted trees."
 
 
 def million() -> str:
@@ -201,18 +219,6 @@ def million() -> str:
     return means(lines_of("million"), metrics, "processes")
 
 
-def last_term() -> str:
-    """Predictions with and without the last term of the predictive variance."""
-    lines = lines_of("prediction")
-    return means(lines, (RMSE, LOG_LIKELIHOOD, Metric("seconds", "seconds", -1, 1.0, 3)), "start")
-
-
-def oil() -> str:
-    """The losses that GPyTorch's example shows at its end."""
-    metrics = (Metric("loss at the end", "bound", -1, -1.0, 3), Metric("ms per step", "milliseconds", -1, 1.0, 2))
-    return means(lines_of("oil_example"), metrics)
-
-
 def share(lines: Sequence[Result], peer: Result, method: str = "t-svgp", epochs: int = 15) -> float | None:
     """The fraction of a peer's time after which a method of ours has its final NLPD; None for never."""
     seconds, final = peer["trace"][-1][:2]
@@ -223,20 +229,19 @@ def share(lines: Sequence[Result], peer: Result, method: str = "t-svgp", epochs:
 
 def quality() -> str:
     """Final scores, and in which fraction of each run's time T-SVGP with 15 epochs has its final NLPD."""
-    parts = []
-    for dataset in ("kin40k", "protein"):
-        lines = [line for line in lines_of("quality") if line["dataset"] == dataset]
-        rows = []
-        for line in sorted(lines, key=lambda line: line["method"] in OURS):
-            seconds, nlpd, rmse = line["trace"][-1]
-            part = share(lines, line)
-            told = "" if line["method"] == "t-svgp" else "never" if part is None else f"{part:.2f}"
-            cells = [f"{seconds:.1f}", f"{nlpd:.4f}", f"{rmse:.4f}", told]
-            rows.append([label(line["method"]), str(setting(line, "epochs")), *cells])
-        header = ["method", "epochs", "seconds", "NLPD", "RMSE", "T-SVGP (15 epochs) is there after"]
-        picture = f"![Quality against time on {dataset}](../benchmarks/results/quality/{dataset}.png)"
-        parts += [f"**{dataset}**", table(header, rows), picture]
-    return "\n\n".join(parts)
+    lines, datasets = lines_of("quality"), ("kin40k", "protein")
+    cells: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for line in sorted(lines, key=lambda line: line["method"] in OURS):
+        (seconds, nlpd, _), same = line["trace"][-1], [one for one in lines if one["dataset"] == line["dataset"]]
+        part = share(same, line)
+        told = "" if line["method"] == "t-svgp" else "never" if part is None else f"{part:.2f}"
+        own = cells.setdefault((label(line["method"]), setting(line, "epochs")), {})
+        own[line["dataset"]] = [f"{seconds:.1f}", f"{nlpd:.3f}", told]
+    rows = [
+        [name, str(epochs), *(cell for one in datasets for cell in own[one])] for (name, epochs), own in cells.items()
+    ]
+    header = [f"{dataset}: {word}" for dataset in datasets for word in ("seconds", "NLPD", "T-SVGP after")]
+    return table(["method", "epochs", *header], rows)
 
 
 def quality_picture() -> str:
@@ -302,26 +307,23 @@ def provenance() -> str:
     for name in (*EXPERIMENTS, "blocks", "snelson", "speed"):
         lines = [line.get("environment", line) for line in lines_of(name)]
         told = [
-            ", ".join(sorted({str(read(line)) for line in lines}))
+            ",".join(sorted({str(read(line)) for line in lines}))
             for read in (
-                lambda line: str(line["commit"])[:9],
+                lambda line: str(line["commit"])[:7],
                 lambda line: line["versions"]["tighter_gp"],
                 lambda line: line["threads"],
             )
         ]
         if lines:
-            rows.append([f"`{name}`", str(len(lines)), *told])
-    return table(["experiment", "lines", "commit", "tighter_gp", "threads"], rows)
+            rows.append([name, *told])
+    return table(["experiment", "commit", "version", "threads"], rows)
 
 
 BLOCKS = {
-    "demo": lambda: demo.table(lines_of("demo")),
     "headline": headline,
-    "regression": lambda: compared("uci", budgets=True),
-    "mnist": lambda: compared("mnist", "conditional"),
+    "regression": regression,
+    "mnist": mnist,
     "gplvm": lambda: compared("gplvm"),
-    "oil": oil,
-    "last-term": last_term,
     "million": million,
     "neighbours": neighbours,
     "steps": steps,

@@ -83,7 +83,7 @@ class Mean(NamedTuple):
     def show(self, digits: int, signed: bool = False) -> str:
         """As text."""
         text = f"{self.value:{'+' if signed else ''}.{digits}f}"
-        return text if self.error is None else f"{text} ± {self.error:.{digits}f}"
+        return text if self.error is None else f"{text}±{self.error:.{digits}f}"
 
 
 def lines_of(name: str) -> list[Result]:
