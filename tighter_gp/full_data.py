@@ -22,7 +22,7 @@ from .collapsed.prices import earlier_neighbours, price, rows_within
 from .conditionals import Blocks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
 from .kernels import TighterInducingPointKernel
-from .likelihoods.properties import gaussian_noise, observed
+from .likelihoods.family import gaussian_noise, observed
 from .likelihoods.targets import check_arguments, check_objective, check_targets
 from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision

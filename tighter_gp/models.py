@@ -19,20 +19,27 @@ from torch import Tensor
 
 from .data import check_array, from_array
 from .inducing import kmeans
-from .likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
-from .likelihoods.properties import is_log_concave
+from .likelihoods import BernoulliLogitLikelihood, HeteroscedasticGaussianLikelihood, PoissonLikelihood
+from .likelihoods.family import family
 from .starts import start_lengthscales
 from .strategies import TighterVariationalStrategy
 
 # Rows for k-means, of more data than that.
 _MOST_ROWS = 32768
 
-__all__ = ["BinaryClassification", "CountRegression", "MultiClassification", "MultiOutputRegression", "Regression"]
+__all__ = [
+    "BinaryClassification",
+    "CountRegression",
+    "HeteroscedasticRegression",
+    "MultiClassification",
+    "MultiOutputRegression",
+    "Regression",
+]
 
 
 def _conditional(likelihood: Likelihood) -> str:
     """The one place that says who chooses the scales, so that the bound is strict for every likelihood."""
-    return "optimal" if is_log_concave(likelihood) else "scalar"
+    return "optimal" if family(likelihood).is_log_concave else "scalar"
 
 
 class Regression(ApproximateGP):
@@ -115,6 +122,25 @@ class CountRegression(Regression):
     """
 
     _make_likelihood = PoissonLikelihood
+
+
+class HeteroscedasticRegression(Regression):
+    """Noise that depends on the input, by a GP of its own: targets of shape ``N``. Arguments as of :class:`Regression`.
+
+    The second function is the logarithm of the noise variance. Scale targets to unit variance.
+
+    Example:
+        >>> model = tighter_gp.models.HeteroscedasticRegression(train_x, num_inducing=8)
+        >>> history = tighter_gp.fit(model, model.likelihood, train_x, train_y, steps=3)
+        >>> low, high = tighter_gp.predict_y(model, model.likelihood, test_x).interval(0.95)
+    """
+
+    _make_likelihood = staticmethod(lambda *_: HeteroscedasticGaussianLikelihood())
+
+    def __init__(self, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
+        super().__init__(x, num_inducing, **kwargs, _num_functions=2)
+        if "mean_module" not in kwargs:
+            self.mean_module.constant.data[..., 1] = -1.0  # of targets of unit variance most is not noise
 
 
 class MultiOutputRegression(Regression):

@@ -14,21 +14,19 @@ Without neighbours this is the prediction of the sparse GP; with all rows, and :
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from gpytorch import kernels, settings
+from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
-from gpytorch.models import GP
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from .collapsed import CollapsedGP
 from .collapsed.core import DataSums, data_sums
 from .data import check_array, from_array, reference
 from .likelihoods.family import gaussian_noise
@@ -36,17 +34,14 @@ from .maths.collapsed import collapse
 from .maths.linalg import full_precision
 from .maths.moments import Whitened
 from .modes import chunks
+from .nearest import RowSearch
 from .posterior import posterior_of
-from .prior import Prior, Projection
-from .prior.projection import diagonal
+from .prior import Projection
 
-_SEARCH_ALL = 100_000  # up to so many rows each is compared with each point; beyond, cells are searched
-_CELLS = 16  # of the nearest inducing points, or a sixteenth of them if that is more
 _BATCH, _ASIDE = 100, 1000  # rows per step of refining; rows left aside
-_STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel, kernels.PiecewisePolynomialKernel)
 
 
-class NeighbourGP(GP):
+class NeighbourGP(RowSearch):
     r"""A trained sparse GP that also looks at the training rows near each point it predicts.
 
     Use it wherever a model makes predictions: :func:`~tighter_gp.predict`, :func:`~tighter_gp.predict_y`, BoTorch. It
@@ -77,8 +72,6 @@ class NeighbourGP(GP):
         >>> near.add(test_x, test_y)
     """
 
-    x: Tensor
-    y: Tensor
     noise: Tensor
     noise_factor: Tensor
     scale: Tensor
@@ -111,7 +104,7 @@ class NeighbourGP(GP):
             raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
         given = {} if noise is None else {"noise": _as_rows("noise", noise).to(y)}
         noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given).detach().reshape(-1).to(y)  # [1] or [N]
-        self.num_neighbours, self.chunk_size, self.save_rows = min(num_neighbours, len(y)), chunk_size, save_rows
+        self.num_neighbours, self.chunk_size, self.save_rows = num_neighbours, chunk_size, save_rows
         self.register_buffer("x", x, persistent=save_rows)
         self.register_buffer("y", y, persistent=save_rows)
         with full_precision(y.device.type):
@@ -120,8 +113,7 @@ class NeighbourGP(GP):
             buffers = {"noise": noise, "noise_factor": noise.new_ones(()), "scale": noise.new_ones(())}
             for name, value in {**buffers, **_sums_of(posterior.q)}.items():
                 self.register_buffer(name, value)
-            self.register_load_state_dict_post_hook(_sort_again)
-            self._sort_rows()
+            self.sort_rows()
             if self.num_neighbours:
                 self._refine(steps, torch.Generator().manual_seed(seed))
 
@@ -150,10 +142,12 @@ class NeighbourGP(GP):
     def _moments(self, x: Tensor, near: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and variance of f at points ``B x D``, from training rows ``B x k``."""
         distinct, place = torch.unique(near, return_inverse=True)  # points share neighbours: one column for each row
-        size, inputs = len(x), torch.cat([x, self._rows(distinct)])
+        size, inputs = len(x), torch.cat([x, self.rows(distinct)])
         sets = torch.cat([torch.arange(size, device=x.device).unsqueeze(-1), size + place], -1)  # [B, 1 + k]
-        p, D = _project_sets(self.model, inputs, sets)
-        D, columns = D.double(), p.matrix.mT[sets]  # [B, 1 + k, 1 + k] and [B, 1 + k, M]
+        prior = self.prior
+        p = prior(inputs)
+        D = prior.residual_within(p, inputs, sets).double()  # [B, 1 + k, 1 + k]
+        columns = p.matrix.mT[sets]  # [B, 1 + k, M]
         a, A = columns[:, 0], columns[:, 1:]
         noisy = D[:, 1:, 1:] + torch.diag_embed(self._noise(near)).to(D)
         # No neighbours where rounding leaves no factor: an input so far off that no row is near.
@@ -178,10 +172,6 @@ class NeighbourGP(GP):
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
-    def _rows(self, rows: Tensor | slice) -> Tensor:
-        """Inputs of training rows."""
-        return self.x[rows].to(self.y)
-
     def _noise(self, rows: Tensor | slice) -> Tensor:
         """Noise variances of training rows."""
         return self.noise.expand(len(self.y))[rows]
@@ -193,7 +183,7 @@ class NeighbourGP(GP):
         def batches() -> Iterator[tuple[Projection, Tensor, Tensor]]:
             for part in chunks(len(self.y) - start, min(self.chunk_size, 4096)):
                 rows = slice(start + part.start, start + part.stop)
-                p = _project(self.model, self._rows(rows))
+                p = self.prior(self.rows(rows))
                 yield p, self.y[rows], (p.residual + self._noise(rows)).reciprocal()
 
         return data_sums(batches())
@@ -213,11 +203,11 @@ class NeighbourGP(GP):
         self.x = torch.cat([self.x, _as_rows("x", x).reshape(-1, self.x.size(-1)).to(self.x)])
         self.y = torch.cat([self.y, _as_rows("y", y).reshape(-1).to(self.y)])
         if noise is not None:
-            new = _as_rows("noise", noise).to(self.y) * self.noise_factor
+            new = _as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
             self.noise = torch.cat([self.noise.expand(start), new])
         sums = self._sums(start)
         self.gram, self.linear = self.gram + sums.gram, self.linear + sums.linear
-        self._sort_rows()
+        self.sort_rows()
 
     def __getstate__(self) -> dict[str, Any]:
         without = {} if self.save_rows else {"x": None, "y": None}
@@ -231,74 +221,13 @@ class NeighbourGP(GP):
         """The same, from a ``state_dict``."""
         self.num_neighbours = int(state)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("x", "y", "noise"):  # of any number of rows
-            if prefix + name in state:
-                setattr(self, name, state[prefix + name].to(getattr(self, name), copy=True))
-        super()._load_from_state_dict(state, prefix, *args)
-
-    # -- search ---------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def nearest(self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None) -> Tensor:
-        """Positions of the nearest training rows, ``B x k``, in the metric of the kernel.
-
-        :param x: Points, ``B x D``.
-        :param own: Positions of these points among the rows, which are left out, ``B``.
-        :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
-        """
-        count = min(self.num_neighbours + (own is not None), len(self.y))
-        points, visits = self._features(x), self._visits(x, count, num_cells)
-        distance = points.new_full((len(x), count), torch.inf)
-        found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
-        for cell, rows in enumerate(self.cells):
-            features = self._features(self._rows(rows))
-            for part in visits[:, cell].nonzero().squeeze(-1).split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
-                values, place = self._distances(points[part], features).topk(min(count, len(rows)), largest=False)
-                values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
-                distance[part] = values
-                found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
-        if own is None:
-            return found
-        is_own = (found == own.unsqueeze(-1)).int()
-        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
-
-    def _visits(self, x: Tensor, count: int, num_cells: int | None) -> Tensor:
-        """Which cells to search for which points: the nearest few, and more if these have too few rows."""
-        if len(self.cells) == 1:
-            return torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
-        order = self._distances(self._features(x), self._features(_points(self.model))).argsort(-1)  # [B, M]
-        sizes = torch.tensor([len(rows) for rows in self.cells], device=x.device)[order]
-        wanted = sizes.cumsum(-1) - sizes < count
-        wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
-        return torch.zeros_like(wanted).scatter(-1, order, wanted)
-
-    @torch.no_grad()
-    def _sort_rows(self) -> None:
-        """Rows by their nearest inducing point, where they are too many to look at them all."""
-        self.cells = [torch.arange(len(self.y), device=self.y.device)]
-        if len(self.y) > _SEARCH_ALL:
-            points, parts = self._features(_points(self.model)), chunks(len(self.y), max(1, self.chunk_size // 4))
-            cells = [self._distances(self._features(self._rows(part)), points).argmin(-1) for part in parts]
-            sizes = torch.cat(cells).bincount(minlength=len(points))
-            self.cells = list(torch.cat(cells).argsort().split(sizes.tolist()))
-
-    def _features(self, x: Tensor) -> Tensor:
-        """Inputs whose distances order the prior correlations of a stationary kernel; for others the inputs as they are."""
-        kernel, seen = _kernel_at(self.model, x)
-        return seen / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
-
-    def _distances(self, points: Tensor, rows: Tensor) -> Tensor:
-        """From features: squared distances, or minus squared correlations; of each point up to a constant."""
-        first = self._rows(slice(0, 1))
-        if isinstance(_kernel_at(self.model, first)[0], _STATIONARY):
-            centre = self._features(first)  # where products lose few digits
-            rows = rows - centre
-            return torch.addmm(rows.square().sum(-1), points - centre, rows.mT, alpha=-2)
-        prior = _prior(self.model)
-        everything = slice(prior.num_inducing, None)
-        variance = diagonal(prior.joint(rows)[1], everything, rows.dtype).clamp_min(1e-30)
-        return -_covariance(self.model, points, rows).square() / variance
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, with any number of rows."""
+        for name in {"x", "y", "noise"} & state_dict.keys():
+            setattr(self, name, state_dict[name].to(getattr(self, name), copy=True))
+        found = super().load_state_dict(state_dict, *args, **kwargs)
+        self.sort_rows()
+        return found
 
     # -- refining -------------------------------------------------------------------------------------------------------
 
@@ -306,10 +235,11 @@ class NeighbourGP(GP):
         """Adam on the logarithms of noise and positive hyperparameters, from the trained values; the best stop is kept."""
         usual = self._state()
         self._set_q()
-        if not steps or len(self.y) == 1:
+        if not steps or len(self.y) < 2:
             return
         aside, pool = torch.randperm(len(self.y), generator=generator).tensor_split([min(_ASIDE, len(self.y) // 2)])
-        tuned = {name: (p, c) for name, p, c in self.named_parameters_and_constraints() if _is_positive(c)}
+        constrained = [(name, p, c) for name, p, c in self.named_parameters_and_constraints() if c is not None]
+        tuned = {name: (p, c) for name, p, c in constrained if bool((c.lower_bound >= 0).all())}
         logs = {name: c.transform(p).log() for name, (p, c) in tuned.items()}
         logs["noise"], trained = torch.zeros_like(self.noise_factor), self.noise  # the noise has a factor
         rates = {name: 0.25 if name.endswith(("noise", "outputscale")) else 0.1 for name in logs}
@@ -328,11 +258,10 @@ class NeighbourGP(GP):
             adam.step()
             schedule.step()
             with torch.no_grad():
-                logs["noise"].clamp_(min=(_least_noise(self.likelihood) / trained.min()).log())
+                logs["noise"].clamp_(min=math.log(1e-3))
                 for name, (_, c) in tuned.items():
-                    logs[name].copy_(
-                        logs[name].exp().maximum(1.001 * c.lower_bound).minimum(0.999 * c.upper_bound).log()
-                    )
+                    low, high = 1.001 * c.lower_bound, 0.999 * c.upper_bound
+                    logs[name].copy_(logs[name].exp().maximum(low).minimum(high).log())
                 if step % 10 == 0 or step == steps:
                     self.load_state_dict({**self._state(), **values()}, strict=False)
                     self._set_q()
@@ -349,7 +278,7 @@ class NeighbourGP(GP):
         :param in_q: Whether q(w) still knows of each.
         """
         rows = rows.to(self.y.device)
-        f = torch.func.functional_call(self, values, (self._rows(rows), rows, in_q))
+        f = torch.func.functional_call(self, values, (self.rows(rows), rows, in_q))
         variance = f.lazy_covariance_matrix.diagonal() + values.get("noise", self.noise).expand(len(self.y))[rows]
         squared = (self.y[rows] - f.mean).square() / variance
         return -0.5 * (squared + (2 * torch.pi * variance).log()).mean(), squared
@@ -386,29 +315,16 @@ class NeighbourGP(GP):
                     break
 
 
-def _sort_again(near: NeighbourGP, _: Any) -> None:
-    near._sort_rows()
-
-
-def _is_positive(constraint: Any) -> bool:
-    return constraint is not None and bool((constraint.lower_bound >= 0).all())
-
-
 def _scale_noise(likelihood: Any, factor: Tensor) -> None:
-    """Multiply the noise of a likelihood, down to what its constraint allows."""
+    """Multiply the noise of a likelihood, also to less than its constraint allowed in training."""
     covar = likelihood.noise_covar
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         covar.noise = covar.noise * factor
         covar = likelihood.second_noise_covar
     if covar is not None:
-        covar.noise = (covar.noise * factor).maximum(1.001 * covar.raw_noise_constraint.lower_bound)
-
-
-def _least_noise(likelihood: Any) -> float:
-    """The least noise that refining tries."""
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
-        return settings.min_fixed_noise.value(torch.float64)
-    return 1.001 * float(likelihood.noise_covar.raw_noise_constraint.lower_bound)
+        noise = covar.noise * factor
+        covar.register_constraint("raw_noise", Positive())
+        covar.noise = noise
 
 
 def _sums_of(q: Whitened) -> dict[str, Tensor]:
@@ -430,44 +346,3 @@ def _as_rows(name: str, values: Any) -> Tensor:
             return torch.from_numpy(values)
         except (TypeError, ValueError):
             return from_array(values)
-
-
-# -- what this module knows of the models ---------------------------------------------------------------------------------
-
-
-def _prior(model: Any) -> Prior:
-    return model.prior() if isinstance(model, CollapsedGP) else model.variational_strategy.prior()
-
-
-def _project(model: Any, x: Tensor) -> Projection:
-    """(prior mean, A, d), with a graph."""
-    return _prior(model)(x)
-
-
-def _project_sets(model: Any, x: Tensor, sets: Tensor) -> tuple[Projection, Tensor]:
-    """The same, and D within sets of these points, from positions ``K x S`` to ``K x S x S``."""
-    prior = _prior(model)
-    p = prior(x)
-    return p, prior.residual_within(p, x, sets)
-
-
-def _covariance(model: Any, x1: Tensor, x2: Tensor) -> Tensor:
-    """Prior covariance between two sets of points, or batches of such."""
-    return _prior(model).covariance(x1, x2, x1.dtype)
-
-
-def _points(model: Any) -> Tensor:
-    """The inducing points."""
-    return model.inducing_points if isinstance(model, CollapsedGP) else model.variational_strategy.all_points()
-
-
-def _kernel_at(model: Any, x: Tensor) -> tuple[Any, Tensor]:
-    """The kernel within scaled ones, and what it sees of some inputs; None where the covariance is not that of one kernel."""
-    prior = _prior(model)
-    covar = prior.joint(x)[1]
-    if not isinstance(covar, LazyEvaluatedKernelTensor):
-        return None, x
-    kernel = covar.kernel
-    while isinstance(kernel, kernels.ScaleKernel):
-        kernel = kernel.base_kernel
-    return kernel, covar.x1[..., prior.num_inducing :, :]

@@ -7,11 +7,11 @@ import functools
 import gpytorch
 import pytest
 import torch
-from botorch.acquisition import qLogExpectedImprovement  # noqa: E402
-from botorch.acquisition.objective import LinearMCObjective  # noqa: E402
-from botorch.fit import fit_gpytorch_mll  # noqa: E402
-from botorch.models import SingleTaskVariationalGP  # noqa: E402
-from botorch.optim import optimize_acqf  # noqa: E402
+from botorch.acquisition import qLogExpectedImprovement
+from botorch.acquisition.objective import LinearMCObjective
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import SingleTaskVariationalGP
+from botorch.optim import optimize_acqf
 from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import VariationalStrategy
 

@@ -48,7 +48,6 @@ def two_tasks(z):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="an operation with a backward pass of its own cannot be traced")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", [make_gp, solve_gp, two_tasks])

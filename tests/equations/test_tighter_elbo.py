@@ -210,16 +210,6 @@ def test_variational_elbo_on_the_optimal_conditional_is_svgp(form, kind):
     torch.testing.assert_close(actual, VariationalELBO(make(), stock, N)(stock(P.x), y), rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["beta", "scalar", "per_point"])
-@pytest.mark.parametrize(
-    "objective", [VariationalELBO, PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__
-)
-def test_other_objectives_on_a_learned_conditional_raise(name, objective):
-    model = gp(conditional=conditional(name))
-    with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO subtracts.*Use TighterELBO, or .*'optimal'"):
-        objective(make_noise(0.07), model, num_data=N)(call(model), P.y)
-
-
 @pytest.mark.parametrize("objective", [PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__)
 def test_other_objectives_on_the_optimal_conditional_are_those_of_svgp(objective):
     model, stock = gp(jitter_val=1e-4), gp(strategy=VariationalStrategy, jitter_val=1e-4)
@@ -552,11 +542,3 @@ def test_a_noise_model_of_the_users_own_is_the_noise():
     torch.testing.assert_close(*values)
     predicted = [tighter_gp.predict_y(model.eval(), likelihood.eval(), P.x).variance for likelihood in (own, plain)]
     torch.testing.assert_close(*predicted)
-
-
-def test_the_default_dtype_is_not_that_of_the_bound():
-    model = make_gp(P.z.float(), make_kernel("rbf", 1.0, P.lengthscales).float()).float()
-    labels = (P.y > 0).float()
-    assert torch.get_default_dtype() == torch.float64
-    value = TighterELBO(tighter_gp.likelihoods.BernoulliLogitLikelihood(), model, N)(model(P.x.float()), labels)
-    assert value.dtype == torch.float32

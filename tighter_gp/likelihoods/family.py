@@ -12,6 +12,7 @@ from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussia
 from torch import Tensor
 
 from .bernoulli_logit_likelihood import BernoulliLogitLikelihood
+from .heteroscedastic_likelihood import HeteroscedasticGaussianLikelihood
 from .poisson_likelihood import PoissonLikelihood
 
 
@@ -48,6 +49,7 @@ _FAMILIES: dict[type, Family] = {
     _GaussianLikelihoodBase: Family("gaussian", True, True, True),
     PoissonLikelihood: Family("moments", False, True, True),
     BernoulliLogitLikelihood: Family("moments", False, True, True),
+    HeteroscedasticGaussianLikelihood: Family("moments", False, True, False),
     likelihoods.LaplaceLikelihood: Family("laplace", False, True, True),
     likelihoods.BernoulliLikelihood: _ONE_FUNCTION._replace(is_log_concave=True),
     likelihoods.PoissonLikelihood: _ONE_FUNCTION._replace(is_log_concave=True),

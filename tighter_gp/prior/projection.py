@@ -68,9 +68,9 @@ class Prior:
     r"""The prior at the inducing points and at data.
 
     Kernel and projection are computed in the dtype of the inputs if that suffices: if :math:`64\, k\, \mathrm{eps}` is at most
-    the jitter, with :math:`k` the largest variance, and inputs spread over some thirty lengthscales at most; in a collapsed model, where there may be no jitter, at most the noise
-    times :math:`\sqrt{p/k}`, with :math:`p` the smallest pivot of :math:`K_{ZZ}`. Otherwise, or if :math:`K_{ZZ}` cannot be
-    factorised, they are computed in float64.
+    the jitter, with :math:`k` the largest variance, and the inputs spread over some thirty lengthscales at most. In a collapsed
+    model, where there may be no jitter, the noise times :math:`\sqrt{p/k}` takes its place, with :math:`p` the smallest pivot of
+    :math:`K_{ZZ}`. Otherwise, or if :math:`K_{ZZ}` cannot be factorised, they are computed in float64.
 
     :param joint: From inputs to the prior mean there, and the covariance of the inducing points followed by the inputs.
     :param num_inducing: Number of inducing points.
@@ -140,9 +140,16 @@ class Prior:
         :param x: ``... x B x D``.
         """
         matrix = projection.matrix
-        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
         columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
-        return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
+        _, covar = self.joint(x)
+        if _is_kernel(covar):  # of what it sees, without the inducing points in each set
+            x = covar.x1[..., self.num_inducing :, :].to(matrix.dtype)
+        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
+        if not _is_kernel(covar):
+            return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
+        every = slice(None)
+        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)
+        return (covariance - columns.mT @ columns).movedim(0, -3)
 
     # ---- precision --------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class TighterStrategy(VariationalStrategy):
         return self._variational_distribution()
 
     def q(self) -> list[Whitened]:
-        """Tensors of the independent factors of q(w)."""
+        """Independent factors of the whitened q, as tensors."""
         return [whitened(distribution) for distribution in self.distributions]
 
     def whitened(self) -> Whitened:

@@ -1,0 +1,126 @@
+"""Training rows near points, in the metric of a model's kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch import kernels
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.models import GP
+from torch import Tensor
+
+from .collapsed import CollapsedGP
+from .modes import chunks
+from .prior import Prior
+from .prior.projection import diagonal
+
+_SEARCH_ALL = 100_000  # up to so many rows each is compared with each point; beyond, cells are searched
+_CELLS = 16  # of the nearest inducing points, or a sixteenth of them if that is more
+_STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel, kernels.PiecewisePolynomialKernel)
+
+
+class RowSearch(GP):
+    """A model with training rows, and the search for those near a point.
+
+    Rows are near by the distance of inputs in lengthscales if the kernel is stationary, else by prior correlation. Beyond
+    100,000 of them they lie in the cells of the inducing points, and those of the nearest few cells are compared: an
+    inverted file. Memory is that of a block of distances, 128 numbers per column of a chunk.
+
+    :ivar model: The sparse GP.
+    :ivar x: Inputs, ``N x D``, in the order of the targets ``y``.
+    :ivar chunk_size: Columns of A in memory at a time.
+    :ivar num_neighbours: Rows to find for each point.
+    """
+
+    model: Any
+    x: Tensor
+    y: Tensor
+    chunk_size: int
+    num_neighbours: int
+
+    @property
+    def prior(self) -> Prior:
+        """The prior of the sparse GP, with what turns inputs into (prior mean, A, d)."""
+        owner = self.model if isinstance(self.model, CollapsedGP) else self.model.variational_strategy
+        return owner.prior()
+
+    def rows(self, rows: Tensor | slice) -> Tensor:
+        """Inputs of training rows."""
+        return self.x[rows].to(self.y)
+
+    @torch.no_grad()
+    def nearest(self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None) -> Tensor:
+        """Positions of the nearest training rows, ``B x k``, in the metric of the kernel.
+
+        :param x: Points, ``B x D``.
+        :param own: Positions of these points among the rows, which are left out, ``B``.
+        :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
+        """
+        count = min(self.num_neighbours + (own is not None), len(self.y))
+        points, visits = self._features(x), self._visits(x, count, num_cells)
+        distance = points.new_full((len(x), count), torch.inf)
+        found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
+        for cell, rows in enumerate(self.cells):
+            features = self._features(self.rows(rows))
+            for part in visits[:, cell].nonzero().squeeze(-1).split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
+                values, place = self._distances(points[part], features).topk(min(count, len(rows)), largest=False)
+                values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
+                distance[part] = values
+                found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
+        if own is None:
+            return found
+        is_own = (found == own.unsqueeze(-1)).int()
+        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
+
+    def _visits(self, x: Tensor, count: int, num_cells: int | None) -> Tensor:
+        """Which cells to search for which points: the nearest few, and more if these have too few rows."""
+        if len(self.cells) == 1:
+            return torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+        order = self._distances(self._features(x), self._features(self._points)).argsort(-1)  # [B, M]
+        sizes = torch.tensor([len(rows) for rows in self.cells], device=x.device)[order]
+        wanted = sizes.cumsum(-1) - sizes < count
+        wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
+        return torch.zeros_like(wanted).scatter(-1, order, wanted)
+
+    @torch.no_grad()
+    def sort_rows(self) -> None:
+        """Rows by their nearest inducing point, where they are too many to look at them all."""
+        self.cells = [torch.arange(len(self.y), device=self.y.device)]
+        if len(self.y) > _SEARCH_ALL:
+            points, parts = self._features(self._points), chunks(len(self.y), max(1, self.chunk_size // 4))
+            cells = [self._distances(self._features(self.rows(part)), points).argmin(-1) for part in parts]
+            sizes = torch.cat(cells).bincount(minlength=len(points))
+            self.cells = list(torch.cat(cells).argsort().split(sizes.tolist()))
+
+    @property
+    def _points(self) -> Tensor:
+        is_collapsed = isinstance(self.model, CollapsedGP)
+        return self.model.inducing_points if is_collapsed else self.model.variational_strategy.all_points()
+
+    def _kernel_at(self, x: Tensor) -> tuple[Any, Tensor]:
+        """The kernel within scaled ones, and what it sees of inputs; None where the covariance is not that of one kernel."""
+        prior = self.prior
+        covar = prior.joint(x)[1]
+        if not isinstance(covar, LazyEvaluatedKernelTensor):
+            return None, x
+        kernel = covar.kernel
+        while isinstance(kernel, kernels.ScaleKernel):
+            kernel = kernel.base_kernel
+        return kernel, covar.x1[..., prior.num_inducing :, :]
+
+    def _features(self, x: Tensor) -> Tensor:
+        """Inputs in lengthscales for a stationary kernel; for others as they are."""
+        kernel, seen = self._kernel_at(x)
+        return seen / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
+
+    def _distances(self, points: Tensor, rows: Tensor) -> Tensor:
+        """From features: squared distances, or minus squared correlations; of each point up to a constant."""
+        first = self.rows(slice(0, 1))
+        if isinstance(self._kernel_at(first)[0], _STATIONARY):
+            centre = self._features(first)  # where products lose few digits
+            rows = rows - centre
+            return torch.addmm(rows.square().sum(-1), points - centre, rows.mT, alpha=-2)
+        prior = self.prior
+        variance = diagonal(prior.joint(rows)[1], slice(prior.num_inducing, None), rows.dtype).clamp_min(1e-30)
+        return -prior.covariance(points, rows, rows.dtype).square() / variance
