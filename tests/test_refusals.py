@@ -160,7 +160,7 @@ CALLS = {
     "per point, validation without index": (
         lambda: elbo(gp(conditional=PerPoint(N)).eval()),
         ValueError,
-        r"call model\(x, index=rows\)",
+        r"needs model\(x, index=rows\), also in eval mode",
     ),
     "index of another length": (
         lambda: elbo(gp(conditional=PerPoint(N)), index=torch.arange(3)),

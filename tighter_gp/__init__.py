@@ -25,7 +25,7 @@ from .predictions import PredictiveDistribution, log_density, predict, predict_y
 from .strategies import SolveGPVariationalStrategy, TighterVariationalStrategy
 from .training import Recipe, fit, initialize
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Blocks",

@@ -28,7 +28,7 @@ from gpytorch.models import ApproximateGP
 from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
-from .likelihoods.properties import has_gaussian_noise
+from .likelihoods.family import family
 from .maths.linalg import solve_lower, solve_lower_transposed
 from .models import MultiOutputRegression, Regression
 from .predictions import PredictiveDistribution, predict_y
@@ -126,7 +126,7 @@ class SingleTaskTighterGP(ApproximateGPyTorchModel):
         self, X: Tensor, output_indices: Any = None, observation_noise: Any = False, posterior_transform: Any = None
     ) -> Any:
         """As of BoTorch's models; of y under any likelihood if ``observation_noise``."""
-        if not observation_noise or has_gaussian_noise(self.likelihood):
+        if not observation_noise or family(self.likelihood).is_gaussian_noise:
             return super().posterior(X, output_indices, observation_noise, posterior_transform)
         x = self.eval().transform_inputs(X)
         return _Observations(predict_y(self.model, self.likelihood, x.reshape(-1, x.size(-1))), X)

@@ -24,7 +24,7 @@ from .collapsed import DataSums
 from .collapsed.prices import earlier_neighbours, price, rows_within
 from .data import Rows, as_tensor, input_rows, reference
 from .full_data import evaluate_bound
-from .likelihoods.properties import gaussian_noise
+from .likelihoods.family import gaussian_noise
 from .maths.bounds import PENALTIES, exact_log_evidence, full_penalty, optimal_scale
 from .maths.collapsed import collapse, collapsed_log_prob
 from .maths.linalg import full_precision

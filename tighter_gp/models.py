@@ -20,7 +20,7 @@ from torch import Tensor
 from .data import check_array, from_array
 from .inducing import kmeans
 from .likelihoods import BernoulliLogitLikelihood, HeteroscedasticGaussianLikelihood, PoissonLikelihood
-from .likelihoods.properties import is_log_concave
+from .likelihoods.family import family
 from .starts import start_lengthscales
 from .strategies import TighterVariationalStrategy
 
@@ -39,7 +39,7 @@ __all__ = [
 
 def _conditional(likelihood: Likelihood) -> str:
     """The one place that says who chooses the scales, so that the bound is strict for every likelihood."""
-    return "optimal" if is_log_concave(likelihood) else "scalar"
+    return "optimal" if family(likelihood).is_log_concave else "scalar"
 
 
 class Regression(ApproximateGP):

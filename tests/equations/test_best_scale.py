@@ -34,7 +34,7 @@ def test_a_poisson_rate_at_any_residual(mean, dtype):
 
 
 def test_the_scale_that_an_audit_asked_for():
-    """d = 400 and the rate exp(-5 + (.1 + m d) / 2): .0155."""
+    """D = 400 and the rate exp(-5 + (.1 + m d) / 2): .0155."""
     likelihood, value = tighter_gp.likelihoods.PoissonLikelihood(), lambda number: torch.tensor([number])
     assert float(likelihood.best_scale(value(-5.0), value(0.1), value(400.0))) == pytest.approx(0.0155, abs=5e-5)
 

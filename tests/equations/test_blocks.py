@@ -8,7 +8,6 @@ import math
 import gpytorch
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import tighter_gp
 from tests.equations.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
@@ -60,13 +59,6 @@ def test_partition_puts_near_points_together():
     assert spread(labels) < 0.2 * spread(labels[torch.randperm(200)])
 
 
-def test_table_lists_the_points_of_each_block():
-    table = block_table(LABELS)
-    assert table.shape == (4, 6)
-    for label, row in enumerate(table):
-        assert torch.equal(row[row >= 0], (label == LABELS).nonzero().flatten())
-
-
 @pytest.mark.parametrize("batch_size", [1, 6, 9, 17, 100])
 def test_chunks_show_every_point_once_in_whole_blocks(batch_size):
     chunks = list(block_chunks(LABELS, batch_size))
@@ -106,16 +98,6 @@ def test_sampler_draws_sets_of_blocks_in_proportion_to_their_points(k):
     for chosen, probability in probabilities.items():
         error = math.sqrt(probability * (1 - probability) / draws)
         assert abs(counts.get(chosen, 0) / draws - probability) <= 4 * error + 1e-12
-
-
-def test_sampler_serves_a_data_loader():
-    x = torch.rand(N, 2)
-    sampler = BlockBatchSampler(LABELS, 2)
-    batches = list(DataLoader(TensorDataset(x, torch.arange(N)), batch_sampler=sampler))
-    assert len(batches) == len(sampler) == 2
-    for inputs_, rows in batches:
-        assert torch.equal(inputs_, x[rows])
-        assert len(LABELS[rows].unique()) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,14 +288,6 @@ def test_missing_targets_leave_their_points_out_of_the_blocks():
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
     actual.backward()
     assert all(torch.isfinite(q.grad).all() for q in model.parameters() if q.grad is not None)
-
-
-def test_a_checkpoint_loads_into_any_conditional_without_parameters():
-    p = dense.problem()
-    model = uncollapsed_model(p)
-    other = make_gp(p.z, make_kernel(p.kernel, p.variance, p.lengthscales))
-    other.load_state_dict(model.state_dict())
-    model.load_state_dict(other.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

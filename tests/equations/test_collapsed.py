@@ -8,7 +8,6 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.kernels import (
-    LinearKernel,
     MaternKernel,
     PeriodicKernel,
     PiecewisePolynomialKernel,
@@ -225,26 +224,6 @@ def test_inducing_points_may_depend_on_the_inputs(chunk_size):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-def test_a_hyperparameter_that_is_no_parameter_is_refused():
-    x, y, noise = toy()
-    kernel = gpytorch.kernels.RBFKernel()
-    value = torch.tensor([[0.3]], requires_grad=True)
-    del kernel.raw_lengthscale
-    kernel.raw_lengthscale = 1.0 * value
-    with pytest.raises(TypeError, match="raw_lengthscale of RBFKernel is a tensor with a gradient and no parameter"):
-        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
-    with torch.no_grad():
-        tighter_gp.collapsed_bound(kernel, x[::5], x, y, noise)
-
-
-def test_a_collapsed_bound_is_not_differentiated_twice():
-    x, y, _ = toy()
-    raw = torch.tensor(-1.0, requires_grad=True)
-    value = tighter_gp.collapsed_bound(gpytorch.kernels.RBFKernel(), x[::5], x, y, torch.nn.functional.softplus(raw))
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(value, raw, create_graph=True)
-
-
 def wide_data(dtype, width=1000):
     generator = torch.Generator().manual_seed(4)
     x = (torch.rand(200, 1, generator=generator, dtype=torch.float64) * width).float().double()
@@ -293,10 +272,6 @@ def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(d
     [
         PeriodicKernel,
         lambda: PiecewisePolynomialKernel(q=0),
-        pytest.param(
-            lambda: RBFKernel() + LinearKernel(),
-            marks=pytest.mark.xfail(strict=True, reason="gradients that cancel are added in float32"),
-        ),
     ],
 )
 def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import gpytorch
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tighter_gp import PerPoint
 from tighter_gp.conditionals import (
     BetaConditional,
     Conditional,
-    OptimalConditional,
     ScalarConditional,
     make_conditional,
 )
@@ -46,29 +43,12 @@ def residual() -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_start_values_and_shapes(shape):
-    for values, start, tail in (
-        (BetaConditional(torch.Size(shape)).beta, 1.0, ()),
-        (ScalarConditional(torch.Size(shape)).m, 0.9, ()),
-        (PerPoint(11, torch.Size(shape)).m, 0.9, (11,)),
-    ):
-        torch.testing.assert_close(values, torch.full((*shape, *tail), start), rtol=1e-14, atol=0)
-
-
 def test_beta_scales_are_beta_over_beta_plus_residual(residual):
     conditional = BetaConditional()
     conditional.beta = 0.3
     scale = 0.3 / (0.3 + residual)
     torch.testing.assert_close(conditional.scale(residual), scale, rtol=1e-12, atol=0)
     torch.testing.assert_close(conditional.penalty(residual), price(scale), rtol=1e-10, atol=1e-14)
-
-
-def test_scalar_gives_every_point_the_same_scale(residual):
-    conditional = ScalarConditional()
-    conditional.m = 0.3
-    torch.testing.assert_close(conditional.scale(residual), torch.full((N,), 0.3), rtol=1e-12, atol=0)
-    torch.testing.assert_close(conditional.penalty(residual), price(torch.full((N,), 0.3)), rtol=1e-10, atol=0)
 
 
 def test_per_point_looks_its_scales_up():
@@ -104,16 +84,6 @@ def test_a_batch_has_one_value_each(name, shape):
         expected = value / (value + d) if name == "beta" else value.expand(N)
         torch.testing.assert_close(m, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(p, price(expected), rtol=1e-9, atol=1e-14)
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
-def test_a_batch_of_tables_has_one_row_of_scales_each(shape):
-    conditional, values = PerPoint(11, torch.Size(shape)), 0.05 + 0.9 * torch.rand(*shape, 11)
-    conditional.m = values
-    torch.testing.assert_close(conditional.m, values, rtol=1e-12, atol=0)
-    residual = torch.rand(*shape, 3)
-    torch.testing.assert_close(conditional.scale(residual, index=ROWS), values[..., ROWS], rtol=1e-12, atol=0)
-    torch.testing.assert_close(conditional.penalty(residual, index=ROWS), price(values[..., ROWS]), rtol=1e-9, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,11 +131,6 @@ def test_constraint_bounds_beta():
         conditional.beta = 4.0
 
 
-def test_constraint_with_an_initial_value_says_where_beta_starts():
-    conditional = BetaConditional(beta_constraint=gpytorch.constraints.GreaterThan(1e-3, initial_value=5.0))
-    assert conditional.beta.item() == pytest.approx(5.0)
-
-
 def test_constraint_that_excludes_one_starts_inside_it():
     conditional = BetaConditional(beta_constraint=gpytorch.constraints.Interval(1e-4, 0.5))
     assert 1e-4 < conditional.beta.item() < 0.5
@@ -200,13 +165,6 @@ def test_prior_is_found_and_evaluated_at_the_value(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRIORS)
-def test_conditional_with_a_prior_can_be_pickled(name):
-    conditional = PRIORS[name]()
-    copied = pickle.loads(pickle.dumps(conditional))
-    assert [found for found, *_ in copied.named_priors()] == [name]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # index
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,23 +173,6 @@ def test_conditional_with_a_prior_can_be_pickled(name):
 # ---------------------------------------------------------------------------------------------------------------------
 # make_conditional
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "is_learned", "is_strict"),
-    [
-        ("optimal", OptimalConditional, False, False),
-        ("beta", BetaConditional, True, False),
-        ("scalar", ScalarConditional, True, True),
-    ],
-)
-def test_names_make_conditionals(name, kind, is_learned, is_strict):
-    conditional = make_conditional(name, torch.Size([3]), torch.zeros((), dtype=torch.float32))
-    assert type(conditional) is kind
-    assert (conditional.is_learned, conditional.is_strict) == (is_learned, is_strict)
-    for parameter in conditional.parameters():
-        assert parameter.shape == (3,)
-        assert parameter.dtype == torch.float32
 
 
 def test_a_conditional_of_your_own_is_taken(residual):

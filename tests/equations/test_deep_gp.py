@@ -17,7 +17,7 @@ import tighter_gp
 from tests.equations.test_wrappers import Latent, assert_same_value_and_gradients, gauss_hermite, gaussian, price
 from tests.tools import dense
 from tests.tools.factories import make_noise
-from tighter_gp.conditionals import PerPoint, ScalarConditional
+from tighter_gp.conditionals import PerPoint
 
 N, D, H, P = 9, 3, 2, 4
 NUM_DATA = 21
@@ -112,15 +112,6 @@ def test_optimal_in_a_hidden_layer_leaves_it_as_in_svgp():
     assert_same_value_and_gradients(model, likelihood, actual, expected)
 
 
-def test_functions_that_share_a_hidden_scale_each_pay_for_it():
-    model, likelihood = two_layers(hidden=ScalarConditional()), make_noise(0.1)
-    model.layers[0].variational_strategy.conditional.m = 0.6
-    x, y = torch.randn(N, D), torch.randn(N)
-    actual = evaluate(model, likelihood, x, y)
-    scales = model.layers[0].variational_strategy.conditional.m.expand(H)
-    assert_same_value_and_gradients(model, likelihood, actual, dense_two_layers(model, likelihood.noise, x, y, scales))
-
-
 def test_all_hidden_layers_pay():
     middle = Layer(H, 3, "scalar", 4, seed=3)
     model = Deep(Layer(D, H, "scalar", 6, seed=1), middle, Layer(3, None, "optimal", 5, seed=2))
@@ -183,16 +174,6 @@ def test_a_scale_per_point_in_a_hidden_layer_raises():
     mll = DeepApproximateMLL(tighter_gp.TighterELBO(make_noise(0.1), model, NUM_DATA))
     with pytest.raises(TypeError, match="PerPoint in a hidden layer gives no bound"):
         mll(model(x, index=torch.arange(N)), y)
-
-
-def test_a_single_layer_counts_each_sample_of_a_batch_once():
-    model, likelihood = Deep(Layer(D, None, "optimal", 5, seed=2)), make_noise(0.1)
-    x, y = torch.randn(N, D), torch.randn(N)
-    f = Latent(model.layers[0], (), x)
-    m = likelihood.noise / (likelihood.noise + f.d)
-    data = gaussian(y, f.mean, f.s + m * f.d, likelihood.noise).sum() - price(m).sum()
-    actual = evaluate(model, likelihood, x, y)
-    assert_same_value_and_gradients(model, likelihood, actual, data / N - f.kl / NUM_DATA)
 
 
 def test_trained_bound_is_above_the_standard_one_and_below_the_evidence():

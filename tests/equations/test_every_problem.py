@@ -217,20 +217,6 @@ def test_gradients_are_finite_and_variances_not_negative(case, dtype, conditiona
     assert bool((prediction.variance >= 0).all())
 
 
-@on(cases(), dtype=DTYPES)
-def test_chunked_collapsed_gradients_are_finite_and_variances_not_negative(case, dtype):
-    x, y, z = (tensor.to(dtype) for tensor in (case.x, case.y, case.z))
-    gp = tighter_gp.CollapsedGP(
-        x, y, z, case.make_kernel().to(dtype), make_noise(case.noise).to(dtype), jitter_val=1e-4, chunk_size=9
-    )
-    gp.bound().backward()
-    for name, parameter in gp.named_parameters():
-        assert bool(torch.isfinite(parameter.grad).all()), name
-    prediction = gp.predict(x)
-    assert bool(torch.isfinite(prediction.mean).all())
-    assert bool((prediction.variance >= 0).all())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Float32 against float64
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,23 +240,6 @@ def test_float32_is_near_float64(case, optimal):
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches of points and of models
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@on(cases(), size=st.integers(1, 6), conditional=st.sampled_from(["optimal", "beta", "scalar", "per point"]))
-def test_the_mean_over_batches_of_a_partition_is_the_objective(case, size, conditional):
-    x, y = case.x.repeat_interleave(size, 0), case.y.repeat_interleave(size)  # divisible, in some order
-    num_data = len(y)
-    order = torch.randperm(num_data, generator=torch.Generator().manual_seed(case.seed))
-    choice = tighter_gp.PerPoint(num_data) if conditional == "per point" else conditional
-    model, likelihood = case.model(conditional=choice)
-    mll = tighter_gp.TighterELBO(likelihood, model, num_data)
-
-    def value(rows):
-        return mll(model(x[rows], **({"index": rows} if conditional == "per point" else {})), y[rows]).detach()
-
-    parts = torch.stack([value(rows) for rows in order.split(size)])
-    assert len(parts) * size == num_data
-    torch.testing.assert_close(parts.mean(), value(torch.arange(num_data)), rtol=1e-8, atol=1e-8 + case.slack)
 
 
 @on(cases(), shape=st.sampled_from([(1,), (3,), (2, 3)]), conditional=st.sampled_from(["optimal", "beta", "scalar"]))

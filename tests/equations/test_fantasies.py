@@ -134,10 +134,3 @@ def test_what_a_fantasy_cannot_know_is_refused():
     del model.forward, model.mean_module
     with pytest.raises(ModuleNotFoundError, match="mean_module: pass mean_module="):
         model.get_fantasy_model(NEW_X, NEW_Y)
-
-
-def test_arguments_that_nobody_uses_are_refused(case):
-    _, model = case
-    for known in (model, model.get_fantasy_model(NEW_X, NEW_Y)):
-        with pytest.raises(TypeError, match=r"get_fantasy_model takes no noise=: new observations have the noise of"):
-            known.get_fantasy_model(NEW_X, NEW_Y, noise=torch.full((3,), 0.01))

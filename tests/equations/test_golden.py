@@ -7,8 +7,6 @@ variance of a T-SVGP the golden one plus the jitter.
 
 from __future__ import annotations
 
-import warnings
-
 import gpytorch
 import pytest
 import torch

@@ -8,11 +8,11 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import likelihoods as stock
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from torch.nn.functional import logsigmoid
 
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
-from tighter_gp.likelihoods.expectations import expected_log_prob, log_prob_of_samples, marginal_variance
+from tighter_gp.likelihoods.expectations import expected_log_prob, log_prob_of_samples
 from tighter_gp.likelihoods.family import family, gaussian_noise, observed
 
 MEAN = torch.tensor([-3.1, -0.4, 0.0, 0.7, 2.9], dtype=torch.float64)
@@ -73,13 +73,6 @@ def test_logit_marginal_has_the_integrated_probabilities(make, rtol):
     marginal = make()(q())
     assert isinstance(marginal, torch.distributions.Bernoulli)
     torch.testing.assert_close(marginal.probs, integral(torch.sigmoid), rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize("labels", [2 * LABELS - 1, LABELS.long(), LABELS.bool()])
-@pytest.mark.parametrize("method", ["expected_log_prob", "log_marginal"])
-def test_logit_labels_may_be_signs_integers_or_booleans(labels, method):
-    likelihood = BernoulliLogitLikelihood()
-    assert torch.equal(getattr(likelihood, method)(labels, q()), getattr(likelihood, method)(LABELS, q()))
 
 
 def test_logit_expected_log_prob_is_finite_far_out_with_its_gradient():
@@ -229,11 +222,6 @@ def size(*shape: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def test_noise_given_in_the_call_replaces_that_of_a_plain_gaussian():
-    values = 0.1 + torch.rand(7)
-    assert torch.equal(gaussian_noise(stock.GaussianLikelihood(), size(), size(7), noise=values), values)
-
-
 @pytest.mark.parametrize("in_call", [False, True])
 def test_learned_noise_is_added_to_the_fixed_noise_once(in_call):
     values = 0.1 + torch.rand(7)
@@ -317,20 +305,6 @@ def test_mask_policy_drops_a_point_for_the_whole_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def several(interleaved=True):
-    """Three functions at four points, correlated within each function."""
-    torch.manual_seed(0)
-    factor = torch.randn(12, 12)
-    return MultitaskMultivariateNormal(torch.randn(4, 3), factor @ factor.mT, interleaved=interleaved)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_marginal_variance_is_gpytorchs(interleaved):
-    distribution = several(interleaved)
-    torch.testing.assert_close(marginal_variance(distribution), distribution.variance)
-    torch.testing.assert_close(marginal_variance(q()), q().variance)
-
-
 @pytest.mark.parametrize("mixing", [True, False])
 def test_softmax_log_probability_is_gpytorchs(mixing):
     """On a number of points that GPyTorch does not take for the features."""
@@ -338,13 +312,3 @@ def test_softmax_log_probability_is_gpytorchs(mixing):
     samples, labels = torch.randn(5, 4, 3), torch.tensor([0, 2, 1, 1])
     expected = likelihood.forward(samples).log_prob(labels)
     torch.testing.assert_close(log_prob_of_samples(likelihood, labels, samples), expected)
-
-
-def test_a_softmax_with_a_forward_of_its_own_is_asked():
-    class Flat(stock.SoftmaxLikelihood):
-        def forward(self, function_samples, *args, **kwargs):
-            return torch.distributions.Categorical(logits=torch.zeros_like(function_samples))
-
-    likelihood = Flat(num_features=3, num_classes=3, mixing_weights=False)
-    log_prob = log_prob_of_samples(likelihood, torch.tensor([0, 1]), torch.randn(5, 2, 3))
-    torch.testing.assert_close(log_prob, torch.full((5, 2), -math.log(3)))

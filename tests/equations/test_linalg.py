@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tools import dense
 from tighter_gp.maths import linalg
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,12 +46,6 @@ def test_jitter_is_the_first_rung_that_suffices_times_the_mean_diagonal(eigenval
         factor = linalg.cholesky(matrix)
     jitter = relative_jitter * matrix.diagonal().mean()
     torch.testing.assert_close(gram(factor) - matrix, jitter * torch.eye(4), rtol=1e-5, atol=1e-15 * scale)
-
-
-def test_jitter_is_reported_to_whoever_asks():
-    said = []
-    linalg.cholesky(symmetric(1.0, 0.7, 0.3, -0.2e-8), name="K_ZZ", report=lambda *what: said.append(what))
-    assert [name for name, _ in said] == ["K_ZZ"]
 
 
 def test_only_the_failing_members_of_a_batch_are_touched():
@@ -115,30 +108,6 @@ def test_non_finite_matrix_raises_and_counts_the_entries(value):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_projection_is_the_inverse_factor_times_the_cross_covariance():
-    p = dense.problem()
-    chol = torch.linalg.cholesky(p.Kuu)
-    torch.testing.assert_close(linalg.project(chol, p.Kuf), torch.linalg.inv(chol) @ p.Kuf, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(("chol_shape", "cross_shape"), [((2, 3), (2, 3)), ((), (2, 3)), ((3,), (2, 1)), ((2, 3), ())])
-def test_projection_broadcasts_over_leading_dimensions(chol_shape, cross_shape):
-    chol, cross = torch.linalg.cholesky(spd(*chol_shape)), torch.randn(*cross_shape, 5, 7)
-    actual = linalg.project(chol, cross)
-    assert actual.shape == (2, 3, 5, 7)
-    chol, cross = chol.expand(2, 3, 5, 5), cross.expand(2, 3, 5, 7)
-    for i in range(2):
-        for j in range(3):
-            expected = torch.linalg.inv(chol[i, j]) @ cross[i, j]
-            torch.testing.assert_close(actual[i, j], expected, rtol=1e-9, atol=1e-12)
-
-
-def test_residual_is_the_diagonal_of_the_conditional_covariance():
-    p = dense.problem()
-    projection = torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ p.Kuf
-    torch.testing.assert_close(linalg.residual_variance(p.Kff.diagonal(), projection), p.d, rtol=1e-9, atol=1e-12)
-
-
 def test_residual_is_never_negative_and_has_no_gradient_where_it_was_clamped():
     projection = torch.tensor([[1.0, 1.0, 1.0]], requires_grad=True)
     prior = torch.tensor([1.0 - 1e-7, 0.4, 1.5], requires_grad=True)
@@ -194,6 +163,7 @@ assert switches() == before
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["_older", "_newer", "_newest"])
 def test_full_precision_turns_every_switch_of_reduced_products_off_and_puts_it_back(switch):
     # In a process of its own: torch remembers for good which of its interfaces was used.

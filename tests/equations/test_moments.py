@@ -78,34 +78,6 @@ def test_svgp_moments_have_the_gradients_of_the_unwhitened_marginals(form):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_batch_of_q_broadcasts_against_one_kernel(form):
-    p = dense.problem()
-    chol = torch.linalg.cholesky(p.Kuu)
-    qs = [forms(5, seed)[form][0] for seed in (1, 2, 3)]
-    stacked = Whitened(*(None if qs[0][k] is None else torch.stack([q[k] for q in qs]) for k in range(3)))
-    actual = moments.svgp_moments(chol, p.Kuf, p.Kff.diagonal(), stacked)
-    for i, q in enumerate(qs):
-        expected = moments.svgp_moments(chol, p.Kuf, p.Kff.diagonal(), q)
-        torch.testing.assert_close(actual.mean[i], expected.mean, rtol=RTOL, atol=1e-12)
-        torch.testing.assert_close(actual.explained.expand(3, 17)[i], expected.explained, rtol=RTOL, atol=1e-12)
-        torch.testing.assert_close(actual.residual.expand(3, 17)[i], expected.residual, rtol=RTOL, atol=1e-12)
-
-
-@pytest.mark.parametrize("form", ["root", "wide root", "stddev"])
-def test_squared_columns_of_the_explained_root_sum_to_the_explained_variance(form):
-    q, covariance = forms(5)[form]
-    projection = torch.randn(5, 17)
-    root = moments.explained_root(projection, q)
-    torch.testing.assert_close(root.mT @ root, projection.T @ covariance @ projection, rtol=RTOL, atol=1e-12)
-    torch.testing.assert_close(
-        moments.explained_variance(projection, q),
-        (projection.T @ covariance @ projection).diagonal(),
-        rtol=RTOL,
-        atol=1e-12,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The optimal q(w)
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,20 +100,6 @@ def test_no_other_q_has_a_higher_bound():
         for _ in range(5):
             root = q.root + size * torch.randn(5, 5)
             assert dense.uncollapsed(p, q.mean + size * torch.randn(5), root @ root.mT, scale) < best
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(1,), (2, 1), ()],
-)
-def test_optimal_q_takes_every_noise_that_broadcasts(shape):
-    projection, y, noise = torch.randn(5, 17), torch.randn(17), 0.1 + torch.rand(shape)
-    q = moments.optimal_whitened(projection, y, noise)
-    assert q.mean.shape == (*shape[:-1], 5)
-    for i, value in enumerate(noise.reshape(-1)):
-        expected = moments.optimal_whitened(projection, y, value.expand(17))
-        torch.testing.assert_close(q.mean.reshape(-1, 5)[i], expected.mean, rtol=RTOL, atol=1e-12)
-        torch.testing.assert_close(q.root.reshape(-1, 5, 5)[i], expected.root, rtol=RTOL, atol=1e-12)
 
 
 def test_optimal_q_can_be_gathered_in_chunks():

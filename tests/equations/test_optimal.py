@@ -69,38 +69,6 @@ def test_poisson_scales_solve_their_equation(seed, beta):
         torch.testing.assert_close(N * terms.conditional, beta * price(m).sum(), rtol=1e3 * rtol, atol=1e-9)
 
 
-def illinois(excess, num_steps):
-    """The search as its docstring has it, for one point and in plain numbers."""
-    above, at_above, below, at_below, last = 0.0, excess(0.0), None, None, None
-    x = above - at_above
-    for _ in range(num_steps):
-        value = excess(x)
-        side = "below" if value < 0 else "above"
-        stuck = below is not None and side == last
-        if side == "below":
-            at_above *= 0.5 if stuck else 1
-            below, at_below = x, value
-        else:
-            if stuck:
-                at_below *= 0.5
-            above, at_above = x, value
-        x = above - at_above * (1 if below is None else (above - below) / (at_above - at_below))
-        last = side
-    return math.exp(x)
-
-
-@pytest.mark.parametrize("num_steps", range(1, 8))
-def test_the_search_is_regula_falsi_with_illinois_weights(num_steps):
-    """Curvatures that fall, rise and turn round with m: roots passed at once, after some steps, and from either side."""
-    torch.manual_seed(3)
-    residual, a, b, c = 10 ** (3 * torch.rand(40) - 1), 3 * torch.rand(40), 8 * torch.randn(40), 3 * torch.rand(40)
-    curvature = lambda m, i=slice(None): a[i] * torch.exp(b[i] * (m - c[i]).square().neg())
-    found = OptimalConditional().solve(residual, curvature, num_steps)
-    for i in range(40):
-        excess = lambda x, i=i: x + math.log1p(float(curvature(torch.tensor(math.exp(x)), i) * residual[i]))
-        assert float(found[i]) == pytest.approx(illinois(excess, num_steps), rel=1e-9)
-
-
 @pytest.mark.parametrize("name", ["Bernoulli", "Beta", "Laplace", "NegativeBinomial", "Poisson", "StudentT"])
 def test_the_default_number_of_steps_leaves_a_small_residual_of_the_equation(name):
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from gpytorch.kernels import (
     RBFKernel,
     ScaleKernel,
 )
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
 import tighter_gp
@@ -110,22 +110,6 @@ def test_values_and_gradients_are_those_of_the_dense_bound(bound, noise, jitter_
     for (name, gradient), target in zip(gradients(model).items(), wanted, strict=True):
         assert gradient.abs().max() > 1e-6, name
         torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}")
-
-
-def test_the_learned_part_of_fixed_noise_counts_in_the_price():
-    likelihood = FixedNoiseGaussianLikelihood(NOISES["fixed"].clone(), learn_additional_noise=True)
-    likelihood.second_noise = 0.11
-    model = collapsed("tighter", likelihood)
-    torch.testing.assert_close(objective(model), dense_bound(model, "tighter") / N, rtol=1e-10, atol=0.0)
-
-
-def test_active_dims_select_the_inputs():
-    wide = torch.cat([torch.randn(N, 1), P.x[:, :1], torch.randn(N, 1), P.x[:, 1:]], dim=-1)
-    narrow, selected = collapsed(), collapsed(x=wide, active_dims=(1, 3))
-    torch.testing.assert_close(objective(selected, wide), objective(narrow))
-    x = torch.cat([torch.randn(7, 1), X_TEST[:, :1], torch.randn(7, 1), X_TEST[:, 1:]], dim=-1)
-    for actual, expected in zip(prediction(selected, x), prediction(narrow), strict=True):
-        torch.testing.assert_close(actual, expected)
 
 
 @BOUNDS
@@ -236,28 +220,7 @@ def test_a_copied_model_keeps_its_bound_and_jitter_and_follows_its_own_likelihoo
     assert torch.equal(objective(model), before)
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_an_optimizer_copied_with_the_model_moves_the_copy(optimizer_first):
-    model = collapsed()
-    objective(model).backward()  # leaves a term with a graph behind
-    pair = (model, torch.optim.SGD(model.parameters(), lr=0.1))
-    copied = copy.deepcopy(pair[::-1] if optimizer_first else pair)
-    twin, optimizer = copied[::-1] if optimizer_first else copied
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert held == {id(parameter) for parameter in twin.parameters()}
-
-
 # -- bad input ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_inducing_points_explain_wholly_leaves_no_negative_variance():
-    """Differences of equal numbers: rounding would leave some of them below zero."""
-    model = collapsed(z=P.x[:20]).eval()
-    with torch.no_grad():
-        variance = model.covar_module(P.x[:20]).to_dense().diagonal()
-        with gpytorch.settings.sgpr_diagonal_correction(False):
-            explained = model.covar_module(P.x[:20]).to_dense().diagonal()
-    assert bool((variance >= explained).all())
 
 
 def shared_kernel():

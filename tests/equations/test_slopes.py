@@ -10,7 +10,6 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
 
-import tighter_gp
 from tighter_gp.likelihoods.expectations import expected_log_prob, expected_slopes, sampled_curvature, sampled_log_prob
 
 
@@ -26,21 +25,6 @@ def multitask(n=5, tasks=3, correlated=False):
         covar = torch.diag_embed(blocks.diagonal(dim1=-1, dim2=-2).mT)
         return MultitaskMultivariateNormal.from_batch_mvn(MultivariateNormal(mean.mT, covar)), blocks
     return MultitaskMultivariateNormal(mean, torch.block_diag(*blocks)), blocks
-
-
-def test_gaussian_noise_has_a_closed_form():
-    q, y, noise = normal(), torch.randn(5), torch.rand(5) + 0.1
-    slopes = expected_slopes(gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise), y, q)
-    torch.testing.assert_close(slopes.slope, (y - q.mean) / noise)
-    torch.testing.assert_close(slopes.curvature, 1 / noise)
-
-
-def test_a_poisson_likelihood_has_the_slopes_of_its_closed_form():
-    q, y = normal(), torch.tensor([0.0, 1.0, 2.0, 3.0, 7.0])
-    rate = torch.exp(q.mean + q.variance / 2)
-    slopes = expected_slopes(tighter_gp.likelihoods.PoissonLikelihood(), y, q)
-    torch.testing.assert_close(slopes.slope, y - rate)
-    torch.testing.assert_close(slopes.curvature, rate)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

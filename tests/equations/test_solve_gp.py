@@ -15,15 +15,14 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
     MeanFieldVariationalDistribution,
-    NaturalVariationalDistribution,
 )
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tests.tools.golden import VECTORS
 from tests.tools.solve_gp import DISTRIBUTIONS, MU, Joint, joint_svgp, logarithm, make_solve_gp, random_parts, trace
-from tighter_gp import SolveGPVariationalStrategy, TighterELBO
+from tighter_gp import TighterELBO
 from tighter_gp.maths import solve_gp
 
 
@@ -269,16 +268,6 @@ def test_no_orthogonal_points_is_svgp(kind):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_joint_of_two_mean_field_distributions_has_their_variances():
-    parts = [gpytorch.variational.MeanFieldVariationalDistribution(size) for size in (3, 2)]
-    for part, value in zip(parts, (0.5, 3.0), strict=True):
-        part._variational_stddev.data.fill_(value)
-    points = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    make = lambda model: tighter_gp.SolveGPVariationalStrategy(model, points[:3], points[3:], *parts)
-    joint = GP(make, gpytorch.kernels.RBFKernel()).variational_strategy.variational_distribution
-    torch.testing.assert_close(joint.variance, torch.tensor([0.25, 0.25, 0.25, 9.0, 9.0]))
-
-
 def test_scales_of_every_conditional():
     j, (q_u, q_v) = Joint(23), random_parts(23)
     d = j.p.Kff.diagonal() - j.projection().square().sum(0)
@@ -297,63 +286,6 @@ def test_scales_of_every_conditional():
             model.variational_strategy.conditional.m = 0.7
         value = 17 * TighterELBO(make_noise(j.p.noise[0]), model, 17)(model(j.p.x, **kwargs), j.p.y)
         torch.testing.assert_close(value, j.uncollapsed(q_u, q_v, scale), rtol=1e-9, atol=0.0)
-
-
-def test_natural_gradient_steps_reach_the_closed_form():
-    j = Joint(25)
-    kinds = (NaturalVariationalDistribution, NaturalVariationalDistribution)
-    model = make_solve_gp(j.z, j.o, j.kernel, distributions=kinds).train()
-    likelihood = make_noise(j.p.noise[0])
-    mll = TighterELBO(likelihood, model, 17)
-    optimizer = gpytorch.optim.NGD(list(model.variational_parameters()), num_data=17, lr=0.5)
-    for _ in range(80):
-        optimizer.zero_grad()
-        (-mll(model(j.p.x), j.p.y)).backward()
-        optimizer.step()
-    value = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y)
-    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-8, atol=0.0)
-
-
-def test_float32_is_finite_at_tiny_noise_and_near_double():
-    j = Joint(26)
-    kernel = make_kernel("rbf", 1.0, torch.tensor([2.0, 2.0]))
-    values = []
-    for dtype in (torch.float64, torch.float32):
-        model = make_solve_gp(j.z, j.o, copy.deepcopy(kernel), jitter_val=1e-4).to(dtype).train()
-        likelihood = make_noise(1e-4).to(dtype)
-        x, y = j.p.x.to(dtype), j.p.y.to(dtype)
-        tighter_gp.set_optimal_q(model, likelihood, x, y)
-        value = TighterELBO(likelihood, model, 17)(model(x), y)
-        gradients = torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad])
-        assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-        assert bool((model(x).lazy_covariance_matrix.residual >= 0).all())
-        values.append(value.double())
-    torch.testing.assert_close(values[1], values[0], rtol=2e-2, atol=0.0)
-
-
-def test_prediction_terms_lie_between_zero_and_the_dropped_one():
-    j = Joint(27)
-    model, likelihood = make_solve_gp(j.z, j.o, j.kernel), make_noise(j.p.noise[0])
-    tighter_gp.set_optimal_q(model, likelihood, j.p.x, j.p.y)
-    x = j.p.x[:6] + 0.05
-    predict = functools.partial(tighter_gp.predict, model, x, likelihood=likelihood, train_x=j.p.x)
-    dropped = tighter_gp.predict(model, x).variance
-    # d_* + s_* - r' V r by its definition: D given u and v, symmetric root
-    k = dense.KERNELS[j.p.kernel]
-    scale = lambda a, b: k(a, b, j.p.variance, j.p.lengthscales)
-    points = torch.cat([j.z, j.o])
-    inverse = torch.linalg.inv(scale(points, points))
-    residual = lambda a, b: scale(a, b) - scale(a, points) @ inverse @ scale(points, b)
-    D, cross, noise = residual(j.p.x, j.p.x), residual(j.p.x, x), j.p.noise[0]
-    values, vectors = torch.linalg.eigh(D)
-    root = vectors @ torch.diag(values.clamp_min(1e-300).rsqrt()) @ vectors.T
-    V = root @ torch.diag(D.diagonal() / (noise + D.diagonal())) @ root
-    expected = dropped - (cross.T @ V @ cross).diagonal()
-    torch.testing.assert_close(predict("exact").variance, expected, rtol=1e-6, atol=1e-9)
-    for term in ("exact", "optimal", "subset"):
-        variance = predict(term).variance
-        assert bool((variance > 0).all())
-        assert bool((variance <= dropped + 1e-12).all())
 
 
 def two_of(seed: int):
@@ -377,16 +309,6 @@ def test_a_batch_of_gps_with_shared_points_equals_separate_models():
     )
     torch.testing.assert_close(together, apart)
     assert batch.eval()(j.p.x).batch_shape == torch.Size([2])
-
-
-def test_set_optimal_q_of_a_batch():
-    j = Joint(19)
-    batch = make_solve_gp(j.z, j.o, j.kernel, batch_shape=torch.Size([2]))
-    targets = torch.stack([j.p.y, 2 * j.p.y])
-    tighter_gp.set_optimal_q(batch, make_noise(j.p.noise[0]), j.p.x, targets)
-    single = make_solve_gp(j.z, j.o, j.kernel)
-    tighter_gp.set_optimal_q(single, make_noise(j.p.noise[0]), j.p.x, 2 * j.p.y)
-    torch.testing.assert_close(batch.variational_strategy.whitened()[0][1], single.variational_strategy.whitened()[0])
 
 
 def multitask_gp(j, q_u, q_v, wrap):
@@ -456,25 +378,6 @@ def test_state_dict_round_trip():
     buffer.seek(0)
     other.load_state_dict(torch.load(buffer, weights_only=True))
     torch.testing.assert_close(other.eval()(j.p.x).covariance_matrix, model.eval()(j.p.x).covariance_matrix)
-
-
-def test_fixed_locations_are_buffers():
-    j = Joint(30)
-    model = make_solve_gp(j.z, j.o, j.kernel, learn_inducing_locations=False)
-    assert not any("points" in name for name, _ in model.named_parameters())
-    assert sum("points" in name for name in model.state_dict()) == 2
-
-
-def test_one_dimensional_points_get_a_column():
-    strategy = SolveGPVariationalStrategy(
-        None,
-        torch.linspace(0, 1, 4),
-        torch.linspace(0.1, 0.9, 3),
-        CholeskyVariationalDistribution(4),
-        CholeskyVariationalDistribution(3),
-    )
-    assert strategy.inducing_points.shape == (4, 1)
-    assert strategy.orthogonal_points.shape == (3, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -210,16 +210,6 @@ def test_variational_elbo_on_the_optimal_conditional_is_svgp(form, kind):
     torch.testing.assert_close(actual, VariationalELBO(make(), stock, N)(stock(P.x), y), rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["beta", "scalar", "per_point"])
-@pytest.mark.parametrize(
-    "objective", [VariationalELBO, PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__
-)
-def test_other_objectives_on_a_learned_conditional_raise(name, objective):
-    model = gp(conditional=conditional(name))
-    with pytest.raises(TypeError, match=r"only tighter_gp\.TighterELBO subtracts.*Use TighterELBO, or .*'optimal'"):
-        objective(make_noise(0.07), model, num_data=N)(call(model), P.y)
-
-
 @pytest.mark.parametrize("objective", [PredictiveLogLikelihood, GammaRobustVariationalELBO], ids=lambda o: o.__name__)
 def test_other_objectives_on_the_optimal_conditional_are_those_of_svgp(objective):
     model, stock = gp(jitter_val=1e-4), gp(strategy=VariationalStrategy, jitter_val=1e-4)
@@ -271,35 +261,6 @@ def test_mini_batches_average_to_the_full_bound(name, kind):
     torch.testing.assert_close(weighted, mll(call(model), y), rtol=1e-12, atol=0.0)
 
 
-def test_a_batch_of_models_has_one_bound_each():
-    batch = torch.Size([3])
-    kernel = gpytorch.kernels.ScaleKernel(
-        gpytorch.kernels.RBFKernel(ard_num_dims=2, batch_shape=batch), batch_shape=batch
-    )
-    kernel.outputscale = torch.tensor([0.5, 1.0, 2.0])
-    kernel.base_kernel.lengthscale = torch.tensor([[[0.6, 0.8]], [[1.0, 1.2]], [[0.9, 0.7]]])
-    model = randomize_q(make_gp(P.z, kernel, batch_shape=batch, jitter_val=1e-4))
-    likelihood = GaussianLikelihood(batch_shape=batch)
-    likelihood.noise = torch.tensor([[0.1], [0.2], [0.05]])
-    y = P.y + torch.randn(3, N)
-    together = log_prob_of(likelihood, model, y=y)
-    shared_y = log_prob_of(likelihood, model)
-    assert together.shape == batch
-    for i in range(3):
-        single = make_gp(
-            P.z,
-            make_kernel("rbf", kernel.outputscale[i].item(), kernel.base_kernel.lengthscale[i, 0].detach()),
-            (
-                model.variational_strategy._variational_distribution.variational_mean[i].detach(),
-                model.variational_strategy._variational_distribution.chol_variational_covar[i].detach(),
-            ),
-            jitter_val=1e-4,
-        )
-        noise = make_noise(likelihood.noise[i, 0].detach())
-        torch.testing.assert_close(together[i], log_prob_of(noise, single, y=y[i]))
-        torch.testing.assert_close(shared_y[i], log_prob_of(noise, single))
-
-
 # -- Gaussian noise in all of GPyTorch's forms --------------------------------------------------------------------------
 
 FIXED = torch.linspace(0.02, 0.5, N, dtype=torch.float64)
@@ -310,16 +271,6 @@ def fixed_noise(learned):
     if learned is not None:
         likelihood.second_noise = learned
     return likelihood
-
-
-@pytest.mark.parametrize("learned", [None, 0.11])
-@pytest.mark.parametrize("name", ["optimal", "beta"])
-def test_fixed_noise_has_one_scale_per_point(learned, name):
-    model, likelihood = gp(conditional=name), fixed_noise(learned)
-    reference = Dense(model, FIXED + (learned or 0.0))
-    expected = reference.per_datum(scales(model, reference))
-    torch.testing.assert_close(log_prob_of(likelihood, model), expected, rtol=1e-11, atol=0.0)
-    torch.testing.assert_close(log_prob_of(likelihood, model, noise=FIXED), expected, rtol=1e-11, atol=0.0)
 
 
 @pytest.mark.parametrize("learned", [None, 0.11])
@@ -552,11 +503,3 @@ def test_a_noise_model_of_the_users_own_is_the_noise():
     torch.testing.assert_close(*values)
     predicted = [tighter_gp.predict_y(model.eval(), likelihood.eval(), P.x).variance for likelihood in (own, plain)]
     torch.testing.assert_close(*predicted)
-
-
-def test_the_default_dtype_is_not_that_of_the_bound():
-    model = make_gp(P.z.float(), make_kernel("rbf", 1.0, P.lengthscales).float()).float()
-    labels = (P.y > 0).float()
-    assert torch.get_default_dtype() == torch.float64
-    value = TighterELBO(tighter_gp.likelihoods.BernoulliLogitLikelihood(), model, N)(model(P.x.float()), labels)
-    assert value.dtype == torch.float32

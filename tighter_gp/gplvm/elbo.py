@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..data import Rows, reference
-from ..likelihoods.properties import expected_log_prob, filled
+from ..likelihoods.expectations import expected_log_prob
+from ..likelihoods.family import filled
 from ..mlls import TighterELBO
 from ..mlls.priors import log_prior
 from ..modes import chunks, temporary_mode

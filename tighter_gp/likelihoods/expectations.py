@@ -190,7 +190,7 @@ def expected_slopes(
 def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **kwargs: Any) -> Tensor:
     r"""A sampled expected log likelihood whose derivatives are :math:`g_n` and :math:`-\lambda_n / 2`.
 
-    Its value is that of :func:`~tighter_gp.likelihoods.properties.expected_log_prob`, with the same draws. So is the
+    Its value is that of :func:`~tighter_gp.likelihoods.expectations.expected_log_prob`, with the same draws. So is the
     derivative in the mean; that in the variance is half the curvature of :func:`expected_slopes`, which has the same
     expectation, less noise, and for a log-concave likelihood never the wrong sign. Several functions per point need a
     density without kinks for that. Wrappers pull it back as they would any other. It cannot be differentiated twice.

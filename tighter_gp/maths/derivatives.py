@@ -107,7 +107,7 @@ class _Whiten(torch.autograd.Function):
 
 
 def mean_and_explained(matrix: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`A^\top m` and :math:`s_n = a_n^\top R R^\top a_n`; by :math:`S A` in training on many points, else by :math:`R^\top A`.
+    r"""Mean and explained variance at each point; by :math:`S A` in training on many points, else by :math:`R^\top A`.
 
     :param matrix: :math:`A`, ``... x M x B``.
     :param mean: :math:`m`, ``... x M``; its batch and that of the root may be larger than that of the projection.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 from torch.special import log_ndtr, ndtr
 
-from ..likelihoods.properties import has_one_function
+from ..likelihoods.family import family
 from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
 from .given_f import density, distribution_function, entries, log_density, unchecked
 from .points import Marginals
@@ -341,7 +341,7 @@ def kind_of(likelihood: Any, f: Marginals, arguments: dict[str, Any]) -> type[De
     base = entries(likelihood.forward(f.mean.unsqueeze(0), **arguments))
     if isinstance(base, Categorical):
         return Classes
-    if f.is_several and not has_one_function(likelihood):
+    if f.is_several and not family(likelihood).has_one_function:
         return Density
     if isinstance(base, Bernoulli):
         return Binary

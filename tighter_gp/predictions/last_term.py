@@ -15,7 +15,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from torch import Tensor
 
-from ..likelihoods.properties import gaussian_noise
+from ..likelihoods.family import gaussian_noise
 from ..maths.bounds import optimal_scale
 from ..maths.linalg import cholesky, solve_lower
 from ..posterior import Posterior, require_gaussian

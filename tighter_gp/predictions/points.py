@@ -21,11 +21,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from ..likelihoods.properties import (
-    event_variance,
-    gaussian_noise,
-    has_own_noise,
-)
+from ..likelihoods.expectations import event_variance
+from ..likelihoods.family import gaussian_noise, has_own_noise
 
 
 class Marginals(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..data import Rows, as_tensor, input_rows, num_rows
 from ..draws import seeded
-from ..likelihoods.properties import has_gaussian_noise
+from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
@@ -127,7 +127,7 @@ class PredictiveDistribution:
         f = q if isinstance(q, Marginals) else marginals(q).map(Tensor.detach)
         rows_of = lambda value: Rows(value, f.mean)[:] if isinstance(value, np.ndarray) else value
         given = {name: torch.as_tensor(rows_of(value), device=f.mean.device) for name, value in arguments.items()}
-        is_gaussian = has_gaussian_noise(likelihood)
+        is_gaussian = family(likelihood).is_gaussian_noise
         if is_gaussian:
             f, given = add_noise(likelihood, f, inputs, **given), {}
         else:

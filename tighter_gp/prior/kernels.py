@@ -220,7 +220,7 @@ class _Dense(torch.nn.Module):
 
 def _by_gpytorch(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
     """A kernel by GPyTorch, in float64: nothing is known of its errors."""
-    module = _Dense(kernel)
+    module, dtype = _Dense(kernel), x1.dtype if float32_factor.on() else torch.float64
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
-    return torch.func.functional_call(module, wide, (x1.double(), x2.double(), diag)).to(x1.dtype)
+    wide = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    return torch.func.functional_call(module, wide, (x1.to(dtype), x2.to(dtype), diag)).to(x1.dtype)

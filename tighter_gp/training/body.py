@@ -11,7 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihood, LaplaceLikelihood, Multitas
 from torch import Tensor
 
 from ..carrier import Origin
-from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
+from ..likelihoods.family import family, gaussian_noise, observed
 from ..maths.linalg import full_precision
 from ..prior import Projection
 from ..strategies import TighterStrategy
@@ -111,7 +111,7 @@ def is_closed(problem: Problem, parts: Sequence[Part], batch: Batch) -> bool:
     if batch.x is None or not isinstance(strategy, TighterStrategy) or not problem.is_plain:
         return False
     is_own = all(part.strategy is strategy for part in parts)
-    return is_own and is_gaussian(likelihood) and observed(likelihood, y, y.shape[-1:]) is None
+    return is_own and family(likelihood).is_gaussian and observed(likelihood, y, y.shape[-1:]) is None
 
 
 @torch.no_grad()

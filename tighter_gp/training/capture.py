@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..checks import first_line, unseen
-from ..likelihoods.properties import is_sampled
+from ..likelihoods.family import family
 from ..maths.linalg import full_precision
 from . import distributed
 from .batches import Batch
@@ -217,7 +217,7 @@ def _trusted(module: torch.nn.Module) -> Iterator[None]:
 
 def compile_pays(problem: Problem, steps: int, batch_size: int) -> bool:
     """Whether a run on a CPU with a C++ compiler is long enough for compiled steps, by shapes and steps alone."""
-    is_drawn = is_sampled(problem.likelihood) or problem.needs_index or isinstance(problem.model, DeepGP)
+    is_drawn = family(problem.likelihood).is_sampled or problem.needs_index or isinstance(problem.model, DeepGP)
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
     if is_drawn or problem.device.type != "cpu" or not has_compiler or distributed.is_active():
         return False

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..collapsed import CollapsedGP
 from ..data import Rows, check_array
 from ..kernels import TighterInducingPointKernel
-from ..likelihoods.properties import is_sampled
+from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..mlls import TighterELBO
 from ..posterior import exact_gp_prior
@@ -247,7 +247,7 @@ def no_natural_step(model: torch.nn.Module, likelihood: Any, objective: Any) -> 
     methods = ("forward", "_log_likelihood_term")
     if isinstance(objective, base) and any(getattr(type(objective), m) is not getattr(base, m) for m in methods):
         return f"{name} changes the bound, and q(u) would be moved to the optimum of another"
-    if is_sampled(likelihood) and not isinstance(objective, TighterELBO):
+    if family(likelihood).is_sampled and not isinstance(objective, TighterELBO):
         return f"{name} samples {type(likelihood).__name__}, whose slopes are then no curvature"
     return ""
 

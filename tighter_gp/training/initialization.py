@@ -22,8 +22,8 @@ from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
 from ..inducing import kmeans, split_inducing_points
 from ..kernels import TighterInducingPointKernel
-from ..likelihoods.properties import gaussian_noise, is_gaussian, observed
-from ..likelihoods.slopes import expected_slopes
+from ..likelihoods.expectations import expected_slopes
+from ..likelihoods.family import family, gaussian_noise, observed
 from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
@@ -115,7 +115,7 @@ def _from_data(
     if some.dim() != 2 or dim not in (0, -y.ndim) or not _is_kernel_and_mean(model, some[:3]):
         return
     starts = _lengthscale_starts(model.covar_module, some, seed)
-    is_plain_noise = isinstance(likelihood, GaussianLikelihood) and is_gaussian(likelihood)
+    is_plain_noise = isinstance(likelihood, GaussianLikelihood) and family(likelihood).is_gaussian
     if len(holders) != 1 or not is_plain_noise or len(targets.shape) != 1:
         _set_lengthscales({kernel: start for kernel, start in starts.items() if not kernel.raw_lengthscale.any()})
         return

@@ -10,7 +10,7 @@ from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from ..carrier import Origin, find_carriers
-from ..likelihoods.properties import is_sampled
+from ..likelihoods.family import family
 from ..mlls import TighterELBO
 from ..posterior import has_own_call
 from ..prior import Projection
@@ -53,7 +53,7 @@ def first_pass(problem: Problem, batch: Batch, check: bool) -> Pass:
         at = lambda q: -problem.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **kwargs).bound * batch.weight
         return Pass(problem.objective.q_f(x, batch.rows, **options), at)
     # Samples show no curvature by themselves.
-    if isinstance(problem.objective, TighterELBO) and is_sampled(problem.likelihood):
+    if isinstance(problem.objective, TighterELBO) and family(problem.likelihood).is_sampled:
         loss = lambda q: problem.loss_of(q, batch, by_curvature=True)
     else:
         loss = lambda q: problem.loss_of(q, batch)

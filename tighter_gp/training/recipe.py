@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..likelihoods.properties import is_gaussian, is_sampled
+from ..likelihoods.family import family
 
 __all__ = ["Recipe"]
 
@@ -87,8 +87,8 @@ class Recipe:
 
     def resolved(self, likelihood: Any, is_natural: bool) -> Recipe:
         """The same with every size, for a likelihood."""
-        gaussian = is_gaussian(likelihood)
-        natural = 0.2 if gaussian else 0.02 if is_sampled(likelihood) else 0.05
+        gaussian = family(likelihood).is_gaussian
+        natural = 0.2 if gaussian else 0.02 if family(likelihood).is_sampled else 0.05
         full = self.natural or (0.9 if gaussian else 0.5)
         if not is_natural:  # one rate for all parameters
             schedule = self.schedule or "cosine"
