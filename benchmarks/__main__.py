@@ -1,23 +1,24 @@
-"""``python -m benchmarks NAME [options]``: run an experiment."""
+"""``python -m benchmarks NAME [options]`` runs an experiment; without a name it lists them."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
-from typing import NoReturn
+from pathlib import Path
 
 from tighter_gp.training import distributed
 
 from .errors import UserError
 
-# An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`. `INTERRUPTED` says
-# what is left after Ctrl-C, with the names of flags in braces.
+# An experiment is a module of this package with a docstring, `add_arguments(parser)` and `run(args)`.
 EXPERIMENTS = (
     "demo",
     "snelson",
     "prediction",
     "uci",
+    "neighbours",
     "million",
     "mnist",
     "gplvm",
@@ -27,56 +28,40 @@ EXPERIMENTS = (
     "quality",
     "recipes",
     "report",
-    "readme",
 )
-_KEPT = "finished runs, and the state of one that trains, are kept in {out}; the same command with --resume continues"
-_EXTRAS = "pip install -e '.[benchmarks]'"
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Without the usage, which ``--help`` has."""
-        self.exit(2, f"error: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run one experiment."""
+    """Run one experiment, or list them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="experiment", required=True)
-    for name in EXPERIMENTS:
-        try:
-            module = importlib.import_module(f"benchmarks.{name}")
-        except ModuleNotFoundError as error:
-            if argv[:1] == [name]:
-                return _stop(_missing(name, error), 2)
-            commands.add_parser(name, help=f"needs {error.name}: {_EXTRAS}")
-            continue
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        left = _KEPT if "--resume" in command.format_help() else "nothing was written"
-        command.set_defaults(run=module.run, interrupted=getattr(module, "INTERRUPTED", left))
-    args = parser.parse_args(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__, *(f"{name:12} {summary(name)}" for name in EXPERIMENTS), sep="\n")
+        return 0
+    name = argv[0]
+    if name not in EXPERIMENTS:
+        return _stop(f"error: unknown experiment {name!r}; choose from {', '.join(EXPERIMENTS)}", 2)
     try:
-        args.run(args)
+        module = importlib.import_module(f"benchmarks.{name}")
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=summary(name))
+        module.add_arguments(parser)
+        module.run(parser.parse_args(argv[1:]))
     except UserError as error:
         return _stop(f"error: {error}", 2)
     except ModuleNotFoundError as error:
-        return _stop(_missing(args.experiment, error), 2)
+        if error.name is None or error.name.split(".")[0] in ("benchmarks", "tighter_gp"):
+            raise
+        return _stop(f"error: {name} needs {error.name}: pip install -e '.[benchmarks]'", 2)
     except KeyboardInterrupt:
-        return _stop(f"interrupted: {args.interrupted.format(**vars(args))}", 130)
+        return _stop("interrupted: finished runs are kept, and --resume continues where there is one", 130)
     distributed.stop()
     return 0
 
 
-def _missing(name: str, error: ModuleNotFoundError) -> str:
-    """What to install, unless it is a module of ours that is missing."""
-    if error.name is None or error.name.split(".")[0] in ("benchmarks", "tighter_gp"):
-        raise error
-    return f"error: {name} needs {error.name}: {_EXTRAS}"
+def summary(name: str) -> str:
+    """First line of an experiment's docstring, without importing it."""
+    path = Path(__file__).with_name(name)
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
 
 
 def _stop(message: str, code: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import tighter_gp
 
-from . import report
+from . import scores
 from .data import Split, check_regression, load_split
 from .errors import UserError
 from .models import NOISE_FLOOR
@@ -183,7 +183,7 @@ def execute(run: dict[str, Any], data: Split, checkpoint: Path, resume: bool) ->
         "evaluations": found.evaluations,
         "converged": found.converged,
         "seconds": round(seconds, 3),
-        "flags": report.flags_of_scores(rmse, data.test_y.std().item()),
+        "flags": scores.flags_of_scores(rmse, data.test_y.std().item()),
     }
 
 

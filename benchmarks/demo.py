@@ -31,8 +31,8 @@ from tighter_gp.training import Step
 
 from . import plotting
 from .errors import UserError
-from .report import table as markdown
 from .runs import environment
+from .scores import table as markdown
 from .toy import Data, make_toy, read_csv, toy_function
 
 JITTER = 1e-6

@@ -19,7 +19,7 @@ import gpytorch
 import torch
 
 import tighter_gp
-from tighter_gp.carrier import iter_carriers
+from tighter_gp.carrier import find_carriers
 from tighter_gp.likelihoods.expectations import expected_slopes
 from tighter_gp.training import Step
 
@@ -175,7 +175,7 @@ def unexplained(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
     with _test_draws():
         for x, y in zip(data.train_x.split(1024), data.train_y.split(1024), strict=True):
             q = model(x)
-            (carrier,) = iter_carriers(q.lazy_covariance_matrix)
+            (carrier,) = find_carriers(q.lazy_covariance_matrix)
             curvature = expected_slopes(likelihood, y, q).curvature
             share += float((carrier.residual / model.covar_module.outputscale).mean()) * len(y)
             ratio += float((curvature.mT * carrier.residual).mean()) * len(y)

@@ -29,7 +29,6 @@ from gpytorch.variational import CholeskyVariationalDistribution, VariationalStr
 from torch import Tensor
 
 import tighter_gp
-from tighter_gp.training import checkpoint as checkpoints
 
 from .data import load_oil_flow
 from .errors import UserError
@@ -145,25 +144,18 @@ class Training:
 
     def save(self, path: Path) -> None:
         """Write what :meth:`load` needs."""
-        checkpoints.save(
-            path,
-            {
-                "model": self.model.state_dict(),
-                "likelihood": self.likelihood.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "losses": self.losses,
-                "seconds": self.seconds,
-                "random": torch.get_rng_state(),
-            },
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {name: getattr(self, name).state_dict() for name in ("model", "likelihood", "optimizer")}
+        state |= {"losses": self.losses, "seconds": self.seconds, "random": torch.get_rng_state()}
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
 
     def load(self, path: Path) -> None:
         """Continue where a run was saved, if it was."""
-        state = checkpoints.load(path, self.rows.device)
-        if state is not None:
-            self.model.load_state_dict(state["model"])
-            self.likelihood.load_state_dict(state["likelihood"])
-            self.optimizer.load_state_dict(state["optimizer"])
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            for name in ("model", "likelihood", "optimizer"):
+                getattr(self, name).load_state_dict(state[name])
             self.losses, self.seconds = state["losses"], state["seconds"]
             torch.set_rng_state(state["random"])
 

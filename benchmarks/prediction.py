@@ -3,15 +3,14 @@
 T-SGPR with a Matérn-3/2 kernel is trained once per split and start: from the median distance of two rows as lengthscale of all
 inputs, from which some sets are not learnt, or from the better by training bound of that and an exact GP on some training rows
 (``--start data``, see benchmarks/starts.py). Then the test set is predicted with the last term dropped, which
-costs nothing beyond SVGP, and with the exact term, which needs the eigenvectors of an N x N matrix. ``optimal``,
-``subset`` and ``diagonal`` are three other ways, see tighter_gp.predict. Seconds are those of the prediction.
+costs nothing beyond SVGP, and with the exact term, which needs the eigenvectors of an N x N matrix. ``optimal`` and ``subset``
+are two other ways, see tighter_gp.predict. Seconds are those of the prediction.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import tighter_gp
 
-from . import report
+from . import scores
 from .data import Split, check_regression, check_sizes, load_split
 from .models import NOISE_FLOOR, make_start, warm_up
 from .options import add_arguments as add_common
@@ -34,7 +33,7 @@ from .options import resolve
 from .runs import Session, describe
 from .starts import start_from_rows
 
-METHODS = ("drop", "exact", "optimal", "subset", "diagonal")
+METHODS = ("drop", "exact", "optimal", "subset")
 DEFAULTS: dict[str, Any] = {
     "methods": ["drop", "exact"],
     "datasets": ["wine", "solar", "pumadyn32nm"],
@@ -144,7 +143,7 @@ def evaluate(
             epochs=run["config"]["epochs"],
             seed=run["seed"],
             checkpoint=training,
-            checkpoint_every=20,
+            recipe=tighter_gp.Recipe(checkpoint_every=20),
             resume=resume,
         )
         bound = tighter_gp.evaluate_bound(model, likelihood, data.train_x, data.train_y)
@@ -158,10 +157,8 @@ def evaluate(
             mean=tighter_gp.predict(model, data.test_x).mean,
         )
     started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="last_term='diagonal'")
-        q = tighter_gp.predict(model, data.test_x, run["method"])
-        variance = q.variance + likelihood.noise.detach()
+    q = tighter_gp.predict(model, data.test_x, run["method"])
+    variance = q.variance + likelihood.noise.detach()
     if data.test_x.is_cuda:
         torch.cuda.synchronize(data.test_x.device)
     seconds = time.perf_counter() - started
@@ -182,5 +179,5 @@ def evaluate(
         "target_std": data.target_std,
         "test_std": test_std,
         "seconds": round(seconds, 4),
-        "flags": report.flags_of_scores(rmse, test_std),
+        "flags": scores.flags_of_scores(rmse, test_std),
     }

@@ -2,8 +2,8 @@
 
 Every method starts from GPyTorch's own hyperparameters and the same k-means inducing points, and is evaluated after each
 epoch with the clock stopped. Ours have several budgets. GPflow and GPJax run in environments of their own (``make peers``)
-and are left out where these are not there. Run it with nothing else on the machine. The last table says in which fraction
-of a peer's time ours reach its final NLPD, with the best of the budgets.
+and are left out where these are not there. Run it with nothing else on the machine;
+``python -m benchmarks report`` makes tables and pictures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
 from .runs import Session, describe
-from .time_to_quality import by_dataset, scores
 
 DEFAULTS: dict[str, Any] = {
     "methods": [
@@ -101,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train each method, and print the table."""
+    """Train each method, each on the same points."""
     args = resolve(args, DEFAULTS, SMOKE, tuple(DEFAULTS["methods"]))
     check_regression(args.datasets, args.splits, args.data_dir)
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
@@ -118,11 +117,10 @@ def run(args: argparse.Namespace) -> None:
     ]
     session.plan(list(chain(*planned)))
     for runs in planned:
-        dataset, number = runs[0]["dataset"], runs[0]["num_inducing"]
         data = load_split(runs[0], args)
-        points = tighter_gp.inducing.kmeans(data.train_x, number, seed=runs[0]["seed"])
-        results = [session.run(one, partial(_one, one, data, points, args.peers_dir)) for one in runs]
-        print(f"\n{dataset}, M={number}\n\n{scores(by_dataset(results)[dataset])}\n")
+        points = tighter_gp.inducing.kmeans(data.train_x, runs[0]["num_inducing"], seed=runs[0]["seed"])
+        for one in runs:
+            session.run(one, partial(_one, one, data, points, args.peers_dir))
 
 
 def _is_there(method: str, args: argparse.Namespace) -> bool:

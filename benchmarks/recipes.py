@@ -9,7 +9,6 @@ errors of the paired difference, above that of every other.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 
 import tighter_gp
 
-from . import models, report
+from . import models, scores
 from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
@@ -134,16 +133,16 @@ def _train(
     model, likelihood, history, seconds = _fit(
         method, data, start, steps=steps, batch_size=config["batch_size"], seed=run["seed"]
     )
-    scores = models.regression_scores(model, likelihood, data)
+    found = models.regression_scores(model, likelihood, data)
     test_std = float(data.test_y.double().std(correction=0))
     return {
-        **scores,
+        **found,
         "num_train": len(data.train_y),
         "steps": steps,
         "skipped": len(history.skipped),
         "processor_seconds": round(seconds, 3),
         "seconds": round(history.seconds, 3),
-        "flags": report.flags_of_scores(scores["rmse"], test_std),
+        "flags": scores.flags_of_scores(found["rmse"], test_std),
     }
 
 
@@ -151,23 +150,18 @@ def differences(results: Sequence[dict[str, Any]]) -> str:
     """NLPD of the default recipe less that of each other, mean and standard error, and whether it holds its own."""
     others = [method for method in METHODS if method != "default"]
     rows = []
-    for (dataset, number, _), group in report.grouped(results).items():
+    for (dataset, number, _), group in scores.grouped(results).items():
         nlpd: dict[str, dict[tuple[int, int], float]] = {method: {} for method in METHODS}
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
         for one in group:
             nlpd[one["method"]][one["split"], one["seed"]] = one["nlpd"]
-            times[one["method"]].append(one["processor_seconds"])
         own = nlpd["default"]
-        default = report.mean(own.values())
+        default = scores.mean(own.values())
         if default is None:
             continue
-        found = [report.mean(own[at] - value for at, value in nlpd[other].items() if at in own) for other in others]
+        found = [scores.mean(own[at] - value for at, value in nlpd[other].items() if at in own) for other in others]
         holds = all(one is None or one.value <= max(SLACK, 2 * (one.error or 0.0)) for one in found)
-        shown = ["" if one is None else one.show(4, signed=True) for one in found]
-        average = {method: statistics.mean(seconds) for method, seconds in times.items() if seconds}
-        rates = [average[other] / average["default"] for other in others if other in average]
-        took = f"{min(rates):.2f} to {max(rates):.2f}" if rates else ""
-        rows.append([dataset, str(number), str(len(own)), default.show(4), *shown, "yes" if holds else "no", took])
+        shown = ["" if one is None else one.show(3, signed=True) for one in found]
+        rows.append([dataset, str(number), default.show(3), *shown, "yes" if holds else "no"])
     less = [f"less {other}" for other in others]
-    header = ["data", "M", "runs", "NLPD of the default", *less, "holds its own", "their time over its"]
-    return report.table(header, rows)
+    header = ["data", "M", "NLPD of the default", *less, "holds its own"]
+    return scores.table(header, rows)

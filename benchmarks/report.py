@@ -1,445 +1,337 @@
-"""Tables and figures from result files: means, paired differences with standard errors, wins, ties and losses.
+"""Tables and figures of README and documentation, made anew from the published result files by one command.
 
-Every number is read from the files; nothing is trained. A pair is a tighter method and its base with the same data,
-split, seed, inducing points and budget.
+Nothing is trained. Every block between ``<!-- name:begin -->`` and ``<!-- name:end -->`` is one of :data:`BLOCKS`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
+import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from .errors import UserError
-from .options import writable_folder
-from .runs import identity, read_results
-
-Result = dict[str, Any]
-
-# A difference smaller than this, in nats per datum or in units of the target's standard deviation, is a tie.
-TIE = 0.002
-# Flags, and what tells them apart: the log density per point that mean and variance of standardised targets give, and nats.
-LEARNT_THE_MEAN, RMSE_OF_THE_MEAN = "learnt the mean", "RMSE of the mean"
-BOUND_OF_THE_MEAN, WORTH_LEARNING = -0.5 * (math.log(2 * math.pi) + 1), 0.01
-
-CAPTION = (
-    "Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
-    f"{TIE}, for errors {100 * TIE} percentage points. "
-    "*Least gap*: the smallest tighter bound − standard bound at a run's own parameters."
+from . import claims, recipes
+from .registry import PAPER
+from .scores import (
+    BOUND,
+    ERROR,
+    LOG_LIKELIHOOD,
+    RMSE,
+    TIE,
+    Metric,
+    Result,
+    Row,
+    differences,
+    gap,
+    grouped,
+    label,
+    lines_of,
+    mean,
+    pairs,
+    rows_of,
+    setting,
+    table,
+    tally,
+    wins,
 )
 
-
-class Metric(NamedTuple):
-    """A column.
-
-    :param title: Its heading.
-    :param read: Its value in a result; None if there is none.
-    :param sign: 1 if more is better, -1 if less is, 0 if neither.
-    :param digits: Decimals.
-    :param tie: A smaller difference is a tie.
-    """
-
-    title: str
-    read: Callable[[Result], float | None]
-    sign: int
-    digits: int = 4
-    tie: float = TIE
-
-
-def field(name: str, factor: float = 1.0) -> Callable[[Result], float | None]:
-    """Reads a number of a result."""
-    return lambda result: None if result.get(name) is None else factor * float(result[name])
-
-
-def _is_timed(result: Result) -> bool:
-    """Whether the seconds of a run mean anything: long ones share the machine, unless the line says that they did not."""
-    return result.get("experiment") not in ("uci", "mnist") or bool(result.get("quiet_machine"))
-
-
-BOUND = Metric("bound / N", field("bound"), 1)
-LOG_LIKELIHOOD = Metric("test log-lik.", field("nlpd", -1.0), 1)
-RMSE = Metric("RMSE", field("rmse"), -1)
-ERROR = Metric("error %", field("error", 100.0), -1, 2, 100 * TIE)
-NOISE = Metric("noise", field("noise"), 0)
-SECONDS = Metric("seconds", lambda result: field("seconds")(result) if _is_timed(result) else None, 0, 1)
-STEP = Metric("ms per step", field("milliseconds"), 0, 2)
-METRICS = (BOUND, LOG_LIKELIHOOD, RMSE, ERROR, NOISE, SECONDS, STEP)
-
-LABELS = {
-    "sgpr": "SGPR",
-    "t-sgpr": "T-SGPR",
-    "svgp": "SVGP",
+ROOT = Path(__file__).resolve().parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+EXPERIMENTS = ("neighbours", "uci", "mnist", "gplvm", "oil_example", "prediction", "million", "quality", "recipes")
+OURS = ("t-svgp", "t-solve-gp", "t-sgpr", "svgp")
+CAPTION = (
+    "Mean ± standard error of tighter − base over splits and seeds, and (wins/ties/losses), a tie being less than "
+    f"{TIE}, for errors {100 * TIE} percentage points. *Least gap*: the smallest tighter bound − standard bound at a run's own "
+    "parameters."
+)
+# The columns of the README's table of step times, as far as they were measured.
+STEPS = {
+    "gpytorch svgp": "GPyTorch SVGP",
     "t-svgp": "T-SVGP",
-    "solve-gp": "SOLVE-GP",
     "t-solve-gp": "T-SOLVE-GP",
-    "drop": "without last term",
-    "exact": "with last term",
-    "linear": "linear model",
-    "trees": "boosted trees",
-    "v-bgplvm": "V-BGPLVM",
-    "tv-bgplvm": "TV-BGPLVM",
-}
-# Experiments that make tables and figures of their own.
-OTHERS = ("demo", "quality", "recipes", "speed", "versions")
-TITLES = {
-    "snelson": "One-dimensional regression",
-    "prediction": "Last term of the predictive variance",
-    "uci": "Regression",
-    "million": "Three million flights",
-    "mnist": "Classification of digits",
-    "gplvm": "Bayesian GPLVM",
-    "oil_example": "Bayesian GPLVM by the protocol of GPyTorch's example",
+    "t-svgp compiled": "T-SVGP compiled",
+    "gpflow": "GPflow SVGP",
+    "gpjax": "GPJax SVGP",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the report."""
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        default=[Path("results")],
-        help="result files, or folders of them (default: results)",
-    )
-    parser.add_argument("--out", type=Path, help="folder for report.md and figures/ (default: that of the first path)")
     parser.add_argument("--no-figures", action="store_true", help="tables only")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the files, print the tables, write them and the figures."""
-    results = load(args.paths)
-    first = args.paths[0]
-    out = writable_folder(args.out or (first if first.is_dir() else first.parent))
-    figures = []
+    """Draw the figures and rewrite the pages."""
     if not args.no_figures:
         from .figures import draw_all
 
-        figures = draw_all(results, writable_folder(out / "figures"))
-    text = make_report(results, figures)
-    (out / "report.md").write_text(text, encoding="utf-8")
-    print(text)
+        draw_all()
+    for page in pages():
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {page.relative_to(ROOT)}")
 
 
-def load(paths: Sequence[Path]) -> list[Result]:
-    """All results of some files and folders; of two with the same run, the later one."""
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path} does not exist; run an experiment first, or name its result files.")
-        found = sorted(file for file in path.rglob("*.jsonl") if "smoke" not in file.relative_to(path).parts[:-1])
-        files += found if path.is_dir() else [path]
-    results = {
-        identity(result): result
-        for file in files
-        for result in read_results(file)
-        if str(result.get("experiment")).partition(" ")[0] not in OTHERS
-    }
-    if not results:
-        raise UserError(f"there are no results in {', '.join(map(str, paths))}.")
-    for result in results.values():
-        for name in ("experiment", "dataset", "method"):
-            if not isinstance(result.get(name), str):
-                raise UserError(f"a result has no {name}; these are not result files of python -m benchmarks.")
-    return list(results.values())
+def pages() -> list[Path]:
+    """README and the pages of the documentation that have blocks."""
+    found = [README, *sorted(DOCS.glob("*.md"))]
+    return [page for page in found if ":begin -->" in page.read_text(encoding="utf-8")]
+
+
+def updated(text: str) -> str:
+    """A page with every block made anew."""
+    anew = lambda match: f"<!-- {match[1]}:begin -->\n{BLOCKS[match[1]]()}\n<!-- {match[1]}:end -->"
+    return re.sub(r"<!-- ([\w-]+):begin -->\n.*?<!-- \1:end -->", anew, text, flags=re.DOTALL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Numbers
+# Tighter against base
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Mean(NamedTuple):
-    """A mean and its standard error, which one value alone does not have."""
+def pairs_table(rows: Sequence[Row], lines: Sequence[Result] = ()) -> str:
+    """Differences tighter - base.
 
-    value: float
-    error: float | None
-    count: int
-
-    def show(self, digits: int, signed: bool = False) -> str:
-        """As text."""
-        text = f"{self.value:{'+' if signed else ''}.{digits}f}"
-        return text if self.error is None else f"{text} ± {self.error:.{digits}f}"
-
-
-def mean(values: Iterable[float | None]) -> Mean | None:
-    """Mean of those values that there are."""
-    found = [value for value in values if value is not None]
-    if not found:
-        return None
-    average = math.fsum(found) / len(found)
-    if len(found) == 1:
-        return Mean(average, None, 1)
-    variance = math.fsum((value - average) ** 2 for value in found) / (len(found) - 1)
-    return Mean(average, math.sqrt(variance / len(found)), len(found))
-
-
-def show_means(metrics: Iterable[Metric], results: Sequence[Result]) -> list[str]:
-    """The mean of each metric as text; empty where no result has it."""
-    found = ((metric, mean(map(metric.read, results))) for metric in metrics)
-    return ["" if cell is None else cell.show(metric.digits) for metric, cell in found]
-
-
-def setting(result: Result, name: str, default: Any = None) -> Any:
-    """What a run was made with, where its line says so."""
-    return (result.get("config") or {}).get(name, default)
-
-
-def base_of(method: str, methods: Iterable[str]) -> str | None:
-    """The base of a tighter method among the others: ``t-svgp`` has ``svgp``, ``tv-bgplvm`` has ``v-bgplvm``."""
-    base = method[1:].lstrip("-") if method.startswith("t") else None
-    return base if base in set(methods) else None
-
-
-def pairs(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[Result, Result]]]:
-    """Results of a base and its tighter method that differ in the method alone."""
-    by_run = {identity(result): result for result in results}
-    methods = {result["method"] for result in results}
-    found: dict[tuple[str, str], list[tuple[Result, Result]]] = {}
-    for result in results:
-        base = base_of(result["method"], methods)
-        if base is None:
-            continue
-        partner = by_run.get(identity({**result, "method": base}))
-        if partner is not None:
-            found.setdefault((base, result["method"]), []).append((partner, result))
-    return found
-
-
-def tally(differences: Iterable[float], metric: Metric) -> Counter[str]:
-    """Wins, ties and losses of differences tighter - base."""
-    counts: Counter[str] = Counter()
-    for difference in differences:
-        better = metric.sign * difference
-        counts["win" if better >= metric.tie else "loss" if better <= -metric.tie else "tie"] += 1
-    return counts
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; words to the left, numbers to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    words = [any(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(header))]
-
-    def show(line: list[str]) -> str:
-        padded = [
-            cell.ljust(width) if is_word else cell.rjust(width)
-            for cell, width, is_word in zip(line, widths, words, strict=True)
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join("-" * (width + 1) + ("-" if is_word else ":") for width, is_word in zip(widths, words, strict=True))
-    return "\n".join([show(lines[0]), f"|{rule}|", *map(show, lines[1:])])
-
-
-def label(method: str) -> str:
-    """Name of a method in tables and figures."""
-    return LABELS.get(method, method)
-
-
-def group_key(result: Result) -> tuple[str, int, str]:
-    """Results that may be averaged: same data, inducing points and settings."""
-    return result["dataset"], result.get("num_inducing") or 0, json.dumps(result.get("config"), sort_keys=True)
-
-
-def grouped(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """By :func:`group_key`, in the order of data and inducing points."""
-    groups: dict[tuple[str, int, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault(group_key(result), []).append(result)
-    first = {name: i for i, name in reversed(list(enumerate(result["dataset"] for result in results)))}
-    return dict(sorted(groups.items(), key=lambda item: (first[item[0][0]], item[0][1], item[0][2])))
-
-
-def settings_of(results: Sequence[Result]) -> dict[tuple[str, int, str], str]:
-    """What tells a group from others with the same data, inducing points and some method; empty where there are none."""
-    groups = grouped(results)
-    methods = {key: {result["method"] for result in group} for key, group in groups.items()}
-    configs = {key: json.loads(key[2]) or {} for key in groups}
-    found = {}
-    for key, own in configs.items():
-        rivals = [configs[other] for other in groups if other[:2] == key[:2] and methods[other] & methods[key]]
-        differing = [name for name in own if any(rival.get(name) != own[name] for rival in rivals)]
-        found[key] = ", ".join(f"{name} {own[name]}" for name in differing)
-    return found
-
-
-def methods_of(results: Iterable[Result]) -> list[str]:
-    """Methods in the order in which they are known, then in which they came."""
-    found = list(dict.fromkeys(result["method"] for result in results))
-    known = list(LABELS)
-    return sorted(found, key=lambda method: known.index(method) if method in known else len(known))
-
-
-def means_table(results: Sequence[Result]) -> str:
-    """Means over splits and seeds, with standard errors."""
-    metrics = [metric for metric in METRICS if any(metric.read(result) is not None for result in results)]
-    rows, settings = [], settings_of(results)
-    for key, group in grouped(results).items():
-        for method in methods_of(group):
-            own = [result for result in group if result["method"] == method]
-            shown, epochs = show_means(metrics, own), str(setting(own[0], "epochs", ""))
-            first = [key[0], str(key[1] or ""), label(method), epochs, str(len(own))]
-            rows.append([*first, *shown, settings[key], flags_of(own)])
-    header = ["data", "M", "method", "epochs", "runs", *(metric.title for metric in metrics), "settings", "flags"]
-    return table(*without_empty(header, rows))
-
-
-def flags_of_scores(rmse: float, test_std: float) -> list[str]:
-    """What a run is flagged with that predicts no better than the mean of the targets."""
-    return [LEARNT_THE_MEAN] if rmse >= 0.98 * test_std else []
-
-
-def flags(result: Result) -> list[str]:
-    """What a run was flagged with.
-
-    One whose RMSE is the mean's has learnt more if its bound on the training rows is above that of the mean: its test rows do
-    not show it.
+    :param lines: All lines, if a column is to say what another budget gives.
     """
-    found: list[str] = result.get("flags", [])
-    if result.get("bound") is None or result["bound"] < BOUND_OF_THE_MEAN + WORTH_LEARNING:
-        return found
-    return [RMSE_OF_THE_MEAN if flag == LEARNT_THE_MEAN else flag for flag in found]
-
-
-def flags_of(results: Sequence[Result]) -> str:
-    """What the runs were flagged with, and how many."""
-    counts = Counter(flag for result in results for flag in flags(result))
-    return ", ".join(f"{flag} ({count} of {len(results)})" for flag, count in sorted(counts.items()))
-
-
-def without_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Without the columns that not every table has and that nothing stands in."""
-    optional = ("epochs", "converged", "of the mean alone", "settings", "flags")
-    kept = [i for i, name in enumerate(header) if name not in optional or any(row[i] for row in rows)]
-    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
-
-
-def pairs_table(
-    results: Sequence[Result],
-    brief: bool = False,
-    converged: Callable[[Result, tuple[str, str]], str] | None = None,
-) -> str | None:
-    """Differences tighter - base: mean, standard error, and wins / ties / losses; None if there are no pairs.
-
-    :param brief: Without caption and list of losses.
-    :param converged: Says of a row, given a result of it and its pair, whether it is converged.
-    """
-    metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(result) is not None for result in results)]
-    totals: dict[str, Counter[str]] = {metric.title: Counter() for metric in metrics}
-    rows, losses, settings = [], [], settings_of(results)
-    for key, group in grouped(results).items():
-        dataset, num_inducing, _ = key
-        for (base, tighter), matched in pairs(group).items():
-            cells = []
-            for metric in metrics:
-                differences = []
-                for first, second in matched:
-                    before, after = metric.read(first), metric.read(second)
-                    if before is None or after is None:
-                        continue
-                    differences.append(after - before)
-                    if metric.sign * differences[-1] <= -metric.tie:
-                        where = f"{dataset}, M={num_inducing}, split {second.get('split')}, seed {second.get('seed')}"
-                        losses.append(
-                            f"- {where}, {label(tighter)}: {metric.title} {before:.{metric.digits}f} → "
-                            f"{after:.{metric.digits}f}"
-                        )
-                counts = tally(differences, metric)
-                totals[metric.title] += counts
-                average = mean(differences)
-                cells.append("" if average is None else f"{average.show(metric.digits, signed=True)} ({_wins(counts)})")
-            own = [gap(result) for pair in matched for result in pair]
-            gaps = [gap for gap in own if gap is not None]
-            cells.append(f"{min(gaps):+.4f}" if gaps else "")
-            pair = f"{label(tighter)} − {label(base)}"
-            verdict = "" if converged is None else converged(matched[0][1], (base, tighter))
-            rows.append([dataset, str(num_inducing or ""), pair, str(len(matched)), *cells, verdict, settings[key]])
-    if not rows:
-        return None
-    if len(rows) > 1:
-        rows.append(["all", "", "", "", *(f"({_wins(totals[metric.title])})" for metric in metrics), "", "", ""])
+    metrics = [m for m in (BOUND, LOG_LIKELIHOOD, RMSE, ERROR) if any(m.read(row[2][0][1]) is not None for row in rows)]
+    totals = {metric.title: Counter[str]() for metric in metrics}
+    shown = []
+    for (dataset, size, *own), (base, tighter), matched in rows:
+        cells = []
+        for metric in metrics:
+            values = list(differences(matched, metric))
+            totals[metric.title] += tally(values, metric)
+            found = mean(values)
+            cells.append((found and f"{found.show(metric.digits, signed=True)} ({wins(tally(values, metric))})") or "")
+        gaps = [one for pair in matched for one in map(gap, pair) if one is not None]
+        other = [_other_budget(lines, matched)] if lines else []
+        name = f"{label(tighter)} − {label(base)}" + (f" ({', '.join(own)})" if own else "")
+        shown.append([dataset, str(size), name, str(len(matched)), *cells, f"{min(gaps):+.4f}", *other])
+    is_single = len({row[2] for row in shown}) == 1
+    if len(shown) > 1:
+        blank = [""] * (1 + bool(lines))
+        shown.append(["all", "", "", "", *(f"({wins(totals[metric.title])})" for metric in metrics), *blank])
     changes = [f"Δ {metric.title}" for metric in metrics]
-    header = ["data", "M", "pair", "pairs", *changes, "least gap", "converged", "settings"]
-    text = table(*without_empty(header, rows))
-    if brief:
-        return text
-    text += f"\n\n{CAPTION}"
-    if losses:
-        text += "\n\nLosses:\n\n" + "\n".join(losses)
-    return text
+    last = ["least gap", *(["Δ bound, two budgets"] if lines else [])]
+    header = ["data", "M", "pair", "pairs", *changes, *last]
+    kept = [i for i in range(len(header)) if i != 2 or not is_single]
+    return table([header[i] for i in kept], [[row[i] for i in kept] for row in shown])
 
 
-def _wins(counts: Counter[str]) -> str:
-    return f"{counts['win']}/{counts['tie']}/{counts['loss']}"
+def _other_budget(lines: Sequence[Result], matched: Sequence[tuple[Result, Result]]) -> str:
+    """The difference of bounds with twice or half the epochs, on the splits that have both."""
+    base, one = matched[0]
+    epochs, place = setting(one, "epochs"), lambda run: (run["split"], run["seed"])
+    for budget in (2 * epochs, epochs // 2):
+        same = lambda run, m=budget: (
+            run["dataset"] == one["dataset"]
+            and run.get("num_inducing") == one.get("num_inducing")
+            and run["config"] | {"epochs": epochs} in (one["config"], base["config"])
+            and setting(run, "epochs") == m
+        )
+        other = pairs([line for line in lines if same(line)]).get((base["method"], one["method"]), [])
+        common = {place(run) for _, run in other} & {place(run) for _, run in matched}
+        values = [
+            mean(differences([pair for pair in found if place(pair[1]) in common], BOUND)) for found in (matched, other)
+        ]
+        if values[0] is not None and values[1] is not None:
+            return f"{values[0].value:+.4f}@{epochs}, {values[1].value:+.4f}@{budget}"
+    return "not tried"
 
 
-def gap(result: Result) -> float | None:
-    """The tighter bound less the standard one at a result's own parameters."""
-    tighter, base = result.get("bound_tighter"), result.get("bound_base")
-    return None if tighter is None or base is None else tighter - base
+def compared(name: str, *settings: str) -> str:
+    """The pairs of an experiment."""
+    return pairs_table(rows_of(lines_of(name), *settings))
 
 
-def make_report(results: Sequence[Result], figures: Sequence[Path] = ()) -> str:
-    """The whole report in Markdown."""
-    from .sections import means_of, pairs_of
-
-    order = [*TITLES, *dict.fromkeys(result["experiment"] for result in results)]
-    parts = ["# Results", _provenance(results)]
-    for experiment in dict.fromkeys(order):
-        own = [result for result in results if result["experiment"] == experiment]
-        if not own:
-            continue
-        parts += [f"## {TITLES.get(experiment, experiment)} (`{experiment}`)", means_of(own, experiment)]
-        paired = pairs_of(own, experiment)
-        if paired is not None:
-            parts += ["### Tighter against base", paired]
-        drawn = [path for path in figures if path.name.startswith(f"{experiment}_")]
-        parts += [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn if path.suffix == ".png"]
-        parts.append(commands(own))
-    return "\n\n".join(parts) + "\n"
+def regression() -> str:
+    """T-SVGP row by row, and T-SOLVE-GP in a sentence."""
+    lines = lines_of("uci")
+    rows = {base: [row for row in rows_of(lines) if row[1][0] == base] for base in ("svgp", "solve-gp")}
+    told = []
+    for metric in (BOUND, LOG_LIKELIHOOD, RMSE):
+        values = [value for _, _, matched in rows["solve-gp"] for value in differences(matched, metric)]
+        told.append(f"{metric.title} {wins(tally(values, metric))}")
+    return f"{pairs_table(rows['svgp'], lines)}\n\nT-SOLVE-GP − SOLVE-GP on the same sets: {', '.join(told)}."
 
 
-def commands(results: Sequence[Result]) -> str:
-    """The command lines that made some results."""
-    found = {result.get("command", "") for result in results}
-    return "\n".join(["Made by:", "", "```", *sorted(filter(None, found)), "```"])
+def mnist() -> str:
+    """T-SVGP on images, by who chooses the scales."""
+    return pairs_table([row for row in rows_of(lines_of("mnist"), "conditional") if row[1][0] == "svgp"])
 
 
-def make_summary(results: Sequence[Result]) -> str:
-    """What the documentation shows: differences, and tables of their own of the experiments that have one."""
-    from .convergence import CAPTION as CONVERGED
-    from .sections import OWN_TABLES, pairs_of
-
-    parts = []
-    for experiment, title in TITLES.items():
-        own = [result for result in results if result["experiment"] == experiment]
-        if not own:
-            continue
-        shown = [OWN_TABLES[experiment](own)] if experiment in ("prediction", "million", "oil_example") else []
-        paired = pairs_of(own, experiment, brief=True)
-        parts += [f"**{title}** (`python -m benchmarks {experiment}`)", *shown, *([] if paired is None else [paired])]
-    return "\n\n".join([*parts, CAPTION, CONVERGED])
+def headline() -> str:
+    """One row per data set: of its runs those with most pairs, then most inducing points."""
+    rows: list[Row] = []
+    for name, base, datasets in (("uci", "svgp", PAPER), ("mnist", "svgp", ["mnist"]), ("gplvm", "v-bgplvm", ["oil"])):
+        lines = [line for line in lines_of(name) if setting(line, "conditional", "optimal") == "optimal"]
+        for dataset in datasets:
+            own = [row for row in rows_of(lines) if row[0][0] == dataset and row[1][0] == base]
+            rows += [max(own, key=lambda row: (len(row[2]), row[0][1]))] if own else []
+    return f"{pairs_table(rows)}\n\n{CAPTION}"
 
 
-def _provenance(results: Sequence[Result]) -> str:
-    versions = sorted({json.dumps(result.get("versions", {}), sort_keys=True) for result in results})
-    commits = sorted({_short(str(result.get("commit"))) for result in results})
-    devices = sorted({str(result.get("device", "?")) for result in results})
-    shown = "; ".join(", ".join(f"{name} {number}" for name, number in json.loads(text).items()) for text in versions)
+# ---------------------------------------------------------------------------------------------------------------------
+# Experiments with tables of their own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def means(lines: Sequence[Result], metrics: Sequence[Metric], *settings: str) -> str:
+    """Means over splits and seeds, one row per method."""
+    rows = []
+    for group in grouped(lines, *settings).values():
+        for method in dict.fromkeys(line["method"] for line in group):
+            own = [line for line in group if line["method"] == method]
+            found = [(metric, mean(map(metric.read, own))) for metric in metrics]
+            cells = [one.show(metric.digits) if one else "" for metric, one in found]
+            told = [str(setting(own[0], name) or "") for name in settings]
+            rows.append([label(method), *told, *cells])
+    return table(["method", *settings, *(metric.title for metric in metrics)], rows)
+
+
+def neighbours() -> str:
+    """RMSE, NLPD, coverage and processor seconds, side by side."""
+    rows, methods = [], ("t-svgp", "neighbours", "trees")
+    for (dataset, _, _), group in sorted(
+        grouped(lines_of("neighbours")).items(), key=lambda item: item[1][0]["num_train"]
+    ):
+        of = lambda method, name, runs=group: mean(run.get(name) for run in runs if run["method"] == method)
+        cells = []
+        for name, digits in (("rmse", 3), ("nlpd", 2), ("coverage", 3), ("processor_seconds", 1)):
+            found = [of(method, name) for method in methods]
+            cells.append("/".join(f"{one.value:.{digits}f}" if one else "" for one in found))
+        rows.append([dataset, str(group[0]["num_train"]), str(len({run["split"] for run in group})), *cells])
+    header = ["data", "N", "splits", "RMSE", "NLPD", "coverage of 95 %", "processor seconds"]
+    return f"{table(header, rows)}\n\nIn each cell: T-SVGP, the same with neighbours, boosted trees."
+
+
+def million() -> str:
+    """Scores, speed and memory, method by method."""
+    metrics = (
+        RMSE,
+        LOG_LIKELIHOOD,
+        BOUND,
+        Metric("rows per second", "rows_per_second", 1, 1.0, 0),
+        Metric("peak memory, MB", "peak_memory_mb", -1, 1.0, 0),
+    )
+    return means(lines_of("million"), metrics, "processes")
+
+
+def share(lines: Sequence[Result], peer: Result, method: str = "t-svgp", epochs: int = 15) -> float | None:
+    """The fraction of a peer's time after which a method of ours has its final NLPD; None for never."""
+    seconds, final = peer["trace"][-1][:2]
+    ours = [line for line in lines if line["method"] == method and setting(line, "epochs") == epochs]
+    reached = [at for line in ours for at, nlpd, _ in line["trace"] if nlpd <= final]
+    return min(reached) / seconds if reached else None
+
+
+def quality() -> str:
+    """Final scores, and in which fraction of each run's time T-SVGP with 15 epochs has its final NLPD."""
+    lines, datasets = lines_of("quality"), ("kin40k", "protein")
+    cells: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for line in sorted(lines, key=lambda line: line["method"] in OURS):
+        (seconds, nlpd, _), same = line["trace"][-1], [one for one in lines if one["dataset"] == line["dataset"]]
+        part = share(same, line)
+        told = "" if line["method"] == "t-svgp" else "never" if part is None else f"{part:.2f}"
+        own = cells.setdefault((label(line["method"]), setting(line, "epochs")), {})
+        own[line["dataset"]] = [f"{seconds:.1f}", f"{nlpd:.3f}", told]
+    rows = [
+        [name, str(epochs), *(cell for one in datasets for cell in own[one])] for (name, epochs), own in cells.items()
+    ]
+    header = [f"{dataset}: {word}" for dataset in datasets for word in ("seconds", "NLPD", "T-SVGP after")]
+    return table(["method", "epochs", *header], rows)
+
+
+def quality_picture() -> str:
+    """For the README: the picture, and what it says in a sentence."""
+    lines = [line for line in lines_of("quality") if line["dataset"] == "kin40k"]
+    tuned = next(line for line in lines if line["method"] == "gpytorch tuned")
     return (
-        f"{len(results)} runs on {', '.join(devices)}, commit {', '.join(commits)}; {shown}. Numbers are means over splits "
-        "and seeds ± standard errors, bounds in nats per training point, test log-likelihoods in nats per test point."
+        "![Test NLPD against training time on kin40k](benchmarks/results/quality/kin40k.png)\n\nOn kin40k (one split), T-SVGP "
+        "trained by `fit` for 15 epochs has the final NLPD of GPyTorch's SVGP (Adam, tuned, "
+        f"{setting(tuned, 'epochs')} epochs) after {share(lines, tuned):.2f} of its time."
     )
 
 
-def _short(commit: str) -> str:
-    return commit[:10] + ("+" if commit.endswith("+") else "")
+def step_times(columns: dict[str, str], kind: str = "speed") -> tuple[str, list[dict[str, float]]]:
+    """Milliseconds of one step, and the same as numbers."""
+    lines = lines_of("speed")
+    times = {
+        (line["num_inducing"], line["batch_size"]): dict(line["milliseconds"])
+        for line in lines
+        if line["experiment"] == kind
+    }
+    for line in lines:
+        if line["experiment"] == "speed peers":
+            times[line["num_inducing"], line["batch_size"]][line["method"]] = line["milliseconds"]
+    names = [name for name in columns if any(name in at for at in times.values())]
+    rows = [[f"{m}, {b}", *(f"{at[name]:.1f}" if name in at else "" for name in names)] for (m, b), at in times.items()]
+    return table(["M, B", *(columns[name] for name in names)], rows), list(times.values())
+
+
+def steps() -> str:
+    """Steps of a loop of one's own, and our share of GPyTorch's time."""
+    text, times = step_times(STEPS)
+    ratio = statistics.geometric_mean(at["t-svgp"] / at["gpytorch svgp"] for at in times)
+    threads = lines_of("speed")[0]["threads"]
+    return f"{text}\n\nGeometric mean of T-SVGP's share of GPyTorch's time: {ratio:.2f} ({threads} threads)."
+
+
+def fit_steps() -> str:
+    """Steps of ``fit``."""
+    ways = {"adam": "Adam alone", "natural": "natural gradients", "natural, compiled": "the same, compiled"}
+    text, times = step_times(ways, "speed fit")
+    ratio = statistics.geometric_mean(at["natural"] / at["adam"] for at in times)
+    return f"{text}\n\nGeometric mean of natural gradients over Adam: {ratio:.2f}."
+
+
+def versions() -> str:
+    """What was tested with which versions."""
+    header = ["Python", "torch", "gpytorch", "linear-operator", "numpy"]
+    rows = [
+        [
+            line["python"],
+            *(line["versions"][name] for name in header[1:]),
+            ", ".join(f"{number} {word}" for word, number in line["counts"].items()),
+        ]
+        for line in lines_of("versions")
+    ]
+    return table([*header, "outcome"], rows)
+
+
+def provenance() -> str:
+    """Commits and versions of the lines, experiment by experiment."""
+    rows = []
+    for name in (*EXPERIMENTS, "blocks", "snelson", "speed"):
+        lines = [line.get("environment", line) for line in lines_of(name)]
+        told = [
+            ",".join(sorted({str(read(line)) for line in lines}))
+            for read in (
+                lambda line: str(line["commit"])[:7],
+                lambda line: line["versions"]["tighter_gp"],
+                lambda line: line["threads"],
+            )
+        ]
+        if lines:
+            rows.append([name, *told])
+    return table(["experiment", "commit", "version", "threads"], rows)
+
+
+BLOCKS = {
+    "headline": headline,
+    "regression": regression,
+    "mnist": mnist,
+    "gplvm": lambda: compared("gplvm"),
+    "million": million,
+    "neighbours": neighbours,
+    "steps": steps,
+    "fit-steps": fit_steps,
+    "quality-picture": quality_picture,
+    "quality": quality,
+    "recipes": lambda: recipes.differences(lines_of("recipes")),
+    "claims": claims.table_of_claims,
+    "versions": versions,
+    "provenance": provenance,
+}

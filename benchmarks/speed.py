@@ -9,14 +9,12 @@ import math
 import statistics
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tighter_gp
 
@@ -24,7 +22,6 @@ from . import fit_steps
 from .errors import UserError
 from .options import writable_folder
 from .runs import append_result, environment, peak_memory_mb, read_results, reset_peak_memory
-from .speed_tables import draw, row, sentence, table
 
 GRID = ((64, 256), (256, 256), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096))
 LARGE = ((2048, 2048),)
@@ -34,8 +31,6 @@ NUM_DIMS = 8
 
 PEERS = ("gpflow", "gpjax")
 PARTS = ("grid", "fit", "scaling", "prediction", "collapsed")
-
-INTERRUPTED = "what was measured is kept in {out}/speed.jsonl; --parts measures the rest"
 
 Step = Callable[[], Any]
 
@@ -78,8 +73,6 @@ def _strategies(num_inducing: int) -> dict[str, tuple[Callable[[Any], Any], Any]
         "svgp": (ours, gpytorch.mlls.VariationalELBO),
         "t-svgp": (ours, tighter_gp.TighterELBO),
         "t-solve-gp": (solve, tighter_gp.TighterELBO),
-        "t-svgp compiled": (ours, tighter_gp.TighterELBO),
-        "t-svgp compiled, float32 factor": (ours, tighter_gp.TighterELBO),
     }
 
 
@@ -88,9 +81,7 @@ def make_step(method: str, num_inducing: int, batch_size: int, device: str, num_
     make_strategy, objective = _strategies(num_inducing)[method]
     model, likelihood = _Model(make_strategy).to(device), gpytorch.likelihoods.GaussianLikelihood().to(device)
     mll = objective(likelihood, model, num_data)
-    compiled = "compiled" in method
-    parameters = [*model.parameters(), *likelihood.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=compiled)
+    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     all_x = torch.rand(num_data, NUM_DIMS, generator=generator).to(device)
     all_y = torch.randn(num_data, generator=generator).to(device)
@@ -100,29 +91,13 @@ def make_step(method: str, num_inducing: int, batch_size: int, device: str, num_
         rows = torch.randint(num_data, (batch_size,), device=device)
         return all_x[rows], all_y[rows]
 
-    if compiled:
-        step = tighter_gp.CompiledStep(mll, optimizer)
-        if "float32" not in method:
-            return lambda: step(*batch())
-
-        def single() -> None:
-            """The factorisation in float32 too, as in GPflow and GPJax; GPyTorch's and ours is in float64."""
-            with gpytorch.settings._linalg_dtype_cholesky(torch.float32):
-                step(*batch())
-
-        return single
-
-    def gradient() -> None:
-        x, y = batch()
+    def step() -> None:
         optimizer.zero_grad()
+        x, y = batch()
         (-mll(model(x), y)).backward()
-
-    def eager() -> None:
-        gradient()
         optimizer.step()
 
-    eager.gradient = gradient  # type: ignore[attr-defined]
-    return eager
+    return step
 
 
 def _synchronize(device: str) -> None:
@@ -144,37 +119,6 @@ def interleave(steps: dict[str, Step], repeats: int, device: str) -> dict[str, l
             _synchronize(device)
             times[name].append(1e3 * (time.perf_counter() - start))
     return times
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations that compute, and those that read a value back to the host."""
-
-    VIEWS = (
-        "view",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "t.default",
-        "slice",
-        "select",
-        "detach",
-        "permute",
-        "alias",
-    )
-    READS = ("_local_scalar_dense", "equal.default", "is_nonzero")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__name__
-        if any(read in name for read in self.READS):
-            self.counts["host_reads"] += 1
-        elif not name.startswith(self.VIEWS):
-            self.counts["operations"] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def gemm_rate(size: int, device: str) -> float:
@@ -210,20 +154,12 @@ def peak_memory(step: Step) -> float:
 
 def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the table."""
-    methods = [m for m in _strategies(num_inducing) if args.compile or "compiled" not in m]
-    steps = {method: make_step(method, num_inducing, batch_size, args.device) for method in methods}
+    steps = {method: make_step(method, num_inducing, batch_size, args.device) for method in _strategies(num_inducing)}
     repeats = max(
         3 if args.smoke else 11, min(args.repeats, int(args.repeats * (512 / num_inducing) ** 2 * 1024 / batch_size))
     )
     times = interleave(steps, repeats, args.device)
     medians = {method: statistics.median(values) for method, values in times.items()}
-    counts = {}
-    for method, step in steps.items():
-        if "compiled" not in method:
-            # Without the optimizer, whose counters are read on the host whatever the device.
-            with _Operations() as operations:
-                step.gradient()  # type: ignore[attr-defined]
-            counts[method] = dict(operations.counts)
     return {
         "experiment": "speed",
         "num_inducing": num_inducing,
@@ -231,7 +167,6 @@ def time_grid_point(num_inducing: int, batch_size: int, args: argparse.Namespace
         "repeats": repeats,
         "milliseconds": medians,
         "fastest": {method: min(values) for method, values in times.items()},
-        "counts": counts,
         "gemm_gflops": gemm_rate(min(1024, max(256, num_inducing)), args.device),
         "peak_memory_mib": {m: peak_memory(step) for m, step in steps.items()},
     }
@@ -360,67 +295,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print the table, write lines and figure."""
-    folder = writable_folder(args.out)
+    """Measure the parts asked for, and put their lines in the place of those that the file has."""
+    path = writable_folder(args.out) / "speed.jsonl"
     if args.peers:
         for name in PEERS:
             _peer(name, args.peers_dir)
     grid = SMOKE if args.smoke else (*GRID, *(LARGE if args.large else ()))
-    if args.compile is None:
-        args.compile = not args.smoke
-    if args.smoke:
-        args.repeats = 3
-    path = folder / "speed.jsonl"
-    parts = [*args.parts, *(["peers"] if args.peers else []), *(["compiling"] if "fit" in args.parts else [])]
+    args.compile = not args.smoke if args.compile is None else args.compile
+    args.repeats = 3 if args.smoke else args.repeats
+    makers: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+        "grid": lambda: (time_grid_point(*point, args) for point in grid),
+        "fit": lambda: (fit_steps.measure(*point, args) for point in grid),
+        "compiling": lambda: [fit_steps.compiling(*fit_steps.COMPILED_AT)],
+        "scaling": lambda: scaling(args),
+        "prediction": lambda: [prediction(args)],
+        "collapsed": lambda: [collapsed(args)],
+        "peers": lambda: peer_times(grid, args.peers_dir),
+    }
+    parts = [*args.parts, *(["peers"] if args.peers else [])]
+    parts += ["compiling"] if "fit" in parts and args.compile and args.device == "cpu" else []
     replaced = {"speed" if part == "grid" else f"speed {part}" for part in parts}
     kept = [line for line in read_results(path) if line["experiment"] not in replaced] if path.exists() else []
     path.unlink(missing_ok=True)
     for line in kept:
         append_result(path, line)
-
-    def keep(line: dict[str, Any]) -> None:
-        append_result(path, {**line, "threads": torch.get_num_threads(), "environment": environment(args.device)})
-
-    for num_inducing, batch_size in grid if "grid" in args.parts else ():
-        line = time_grid_point(num_inducing, batch_size, args)
-        keep(line)
-        print(row(line), flush=True)
-    for point in grid if "fit" in args.parts else ():
-        line = fit_steps.measure(*point, args)
-        keep(line)
-        print(f"fit {row(line)}", flush=True)
-    if "fit" in args.parts and args.compile and args.device == "cpu":
-        keep(fit_steps.compiling(*(grid[0] if args.smoke else fit_steps.COMPILED_AT)))
-    for line in [
-        *(scaling(args) if "scaling" in args.parts else ()),
-        *([prediction(args)] if "prediction" in args.parts else ()),
-        *([collapsed(args)] if "collapsed" in args.parts else ()),
-    ]:
-        keep(line)
-        print(sentence(line), flush=True)
-    if args.peers:
-        for line in (*in_arow(grid, args), *peer_times(grid, args.peers_dir)):
-            keep(line)
-            print(f"{line['method']} ({line['num_inducing']}, {line['batch_size']}): {line['milliseconds']:.2f} ms")
-    print()
-    print(table(read_results(path)))
-    draw(read_results(path), folder / "speed.png")
-    print(f"\nwrote {path} and {folder / 'speed.png'}")
-
-
-def in_arow(grid: tuple[tuple[int, int], ...], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The compiled step alone, one after the other, as the peers are timed; with a float32 factor, as theirs is."""
-    lines = []
-    for num_inducing, batch_size in grid:
-        step = make_step("t-svgp compiled, float32 factor", num_inducing, batch_size, args.device)
-        times = interleave({"step": step}, 30 if num_inducing <= 512 else 8, args.device)["step"]
-        lines.append(
-            {
-                "experiment": "speed peers",
-                "method": "t-svgp compiled, float32 factor, alone",
-                "num_inducing": num_inducing,
-                "batch_size": batch_size,
-                "milliseconds": statistics.median(times),
-            }
-        )
-    return lines
+    for part in parts:
+        for line in makers[part]():
+            append_result(path, {**line, "threads": torch.get_num_threads(), "environment": environment(args.device)})
+            print(", ".join(f"{name} {value}" for name, value in line.items() if name != "fastest"), flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tighter_gp.training import Step
 
-from . import models, report
+from . import models, scores
 from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
@@ -96,14 +96,14 @@ def train(
     trace = Trace(partial(measure, data, bound), at_epochs(config["epochs"], traces))
     history = models.train(run, model, likelihood, data, trace, checkpoint, resume)
     values = models.regression_bounds(model, likelihood, data)
-    scores = models.regression_scores(model, likelihood, data)
+    found = models.regression_scores(model, likelihood, data)
     test_std = float(data.test_y.double().std(correction=0))
     kernel = model.covar_module
     lengthscales = kernel.base_kernel.lengthscale.detach().flatten()
     return {
         "bound": values[bound],
         **values,
-        **scores,
+        **found,
         "noise": likelihood.noise.item(),
         "outputscale": kernel.outputscale.item(),
         "lengthscales": {
@@ -119,6 +119,6 @@ def train(
         "seconds": round(history.seconds, 3),
         "steps": history.steps,
         "skipped": len(history.skipped),
-        "flags": report.flags_of_scores(scores["rmse"], test_std),
+        "flags": scores.flags_of_scores(found["rmse"], test_std),
         "trace": trace.points,
     }

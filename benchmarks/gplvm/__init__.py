@@ -22,14 +22,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tighter_gp.training import distributed
-
 from ..errors import UserError
 from ..options import add_arguments as add_common
-from ..options import resolve, writable_folder
-from ..report import means_table, pairs_table
+from ..options import resolve
 from ..runs import Session, describe
-from . import cost, drawing, tables
+from . import cost
 from .rows import DATASETS, Data, load
 from .scores import HIDDEN, hidden_entries, separation
 from .training import FIRST_NOISE, LATENT_DIM, TRAIN_NODES, train_batches, train_collapsed
@@ -77,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train, score and draw each method; print the tables."""
+    """Train and score each method."""
     args = resolve(args, {**DEFAULTS, **OWN_DEFAULTS}, SMOKE, METHODS, DATASETS)
     if args.iterations < 1:
         raise UserError(f"--iterations must be positive; got {args.iterations}.")
@@ -95,33 +92,16 @@ def run(args: argparse.Namespace) -> None:
         for point in product(args.datasets, args.num_inducing, args.seed, args.methods)
     ]
     session.plan(planned)
-    figures, is_first = writable_folder(session.path.parent / "figures"), distributed.rank() == 0
-    results = []
     if not args.resume:
         for one in planned:
             session.forget(session.shared(one))
     for one in planned:
-        drawn = (
-            figures / f"gplvm_latents_{one['method']}_M{one['num_inducing']}.png"
-            if one["seed"] == args.seed[0] and is_first
-            else None
-        )
-        results.append(session.run(one, partial(train, one, loaded[one["dataset"]], drawn, session.shared(one))))
+        session.run(one, partial(train, one, loaded[one["dataset"]], session.shared(one)))
     for one in planned:
         session.forget(session.shared(one))
     costs = Session("gplvm_step", args)
     step = cost.describe_step(args)
-    measured = costs.run(step, partial(cost.step_cost, step, args))
-    if not is_first:
-        return
-    print(f"\n{means_table(results)}\n")
-    if paired := pairs_table(results):
-        print(f"{paired}\n")
-    print(f"{tables.latents_table(results)}\n")
-    if judged := tables.judged_table(results):
-        print(f"{judged}\n")
-    drawing.draw_traces(results, figures / "gplvm_traces.png")
-    print(cost.step_line(measured))
+    print(cost.step_line(costs.run(step, partial(cost.step_cost, step, args))))
 
 
 def settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
@@ -145,12 +125,9 @@ def settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
     }
 
 
-def train(
-    run: dict[str, Any], data: Data, drawn: Path | None, warm: Path, checkpoint: Path, resume: bool
-) -> dict[str, Any]:
+def train(run: dict[str, Any], data: Data, warm: Path, checkpoint: Path, resume: bool) -> dict[str, Any]:
     """Train one method and score it.
 
-    :param drawn: Where to draw the latent space, if anywhere.
     :param warm: Checkpoint of the common warm start.
     """
     started = time.process_time()
@@ -159,8 +136,6 @@ def train(
         model, outcome = train_collapsed(run, data, tighter)
     else:
         model, outcome = train_batches(run, data, tighter, warm, checkpoint, resume)
-    if drawn is not None:
-        drawing.draw_latents(model, run, data, drawn)
     bound = outcome["bound_tighter" if tighter else "bound_base"]
     return {
         "bound": bound,

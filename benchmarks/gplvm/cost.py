@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tighter_gp import gplvm
 
-from ..report import Result
 from ..runs import describe
+from ..scores import Result
 from .training import LATENT_DIM
 
 

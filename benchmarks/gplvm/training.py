@@ -14,7 +14,7 @@ from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 
 import tighter_gp
-from tighter_gp import gplvm
+from tighter_gp import Recipe, gplvm
 from tighter_gp.gplvm import collapsed
 from tighter_gp.training import History, Step, fit
 
@@ -115,7 +115,7 @@ def fit_batches(
         objective=lambda likelihood, model, num_data: elbo,
         epochs=epochs,
         batch_size=batch_size,
-        lr=lr,
+        recipe=Recipe(lr=lr),
         seed=run["seed"],
         callbacks=[trace],
         progress=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,27 +118,15 @@ def waits_of_fit(feature: str, natural: bool) -> list[Wait]:
 
 
 def synchronisations() -> str:
-    """One row per feature; places with debug on, by file and function."""
-    lines = ["| feature | per step | without debug | where (operator, times) |", "|---|---|---|---|"]
-    rows = {name: (waits_of(name, debug=True), waits_of(name, debug=False)) for name in FEATURES}
-    for feature, (checked, unchecked) in rows.items():
-        lines.append(f"| {feature} | {len(checked)} | {len(unchecked)} | {_places(checked)} |")
+    """How often the host waits in a step, features with the same numbers together."""
+    rows: dict[tuple[object, ...], list[str]] = {}
+    for feature, (checked, unchecked) in WAITS.items():
+        rows.setdefault((checked, unchecked, *WAITS_OF_FIT.get(feature, ("", ""))), []).append(feature)
+    lines = ["| features | own loop | without debug | `fit` | `fit`, Adam alone |", "|---|---|---|---|---|"]
+    for counts, features in sorted(rows.items(), key=lambda row: str(row[0])):
+        cells = " | ".join("" if count is None else str(count) for count in counts)
+        lines.append(f"| {', '.join(features)} | {cells} |")
     return "\n".join(lines)
-
-
-def synchronisations_of_fit() -> str:
-    """One row per feature."""
-    lines = ["| feature in `fit` | natural gradients | Adam alone | where (operator, times) |", "|---|---|---|---|"]
-    for feature, (_, alone) in WAITS_OF_FIT.items():
-        found = waits_of_fit(feature, natural=True)
-        other = "" if alone is None else str(len(waits_of_fit(feature, natural=False)))
-        lines.append(f"| {feature} | {len(found)} | {other} | {_places(found)} |")
-    return "\n".join(lines)
-
-
-def _places(found: list[Wait]) -> str:
-    counts = Counter(f"`{wait.place}` ({wait.what}" for wait in found)
-    return ", ".join(name + (f", {count})" if count > 1 else ")") for name, count in counts.items())
 
 
 def launches() -> str:
@@ -164,7 +151,6 @@ def tables() -> dict[str, str]:
     try:
         return {
             "synchronisations": synchronisations(),
-            "synchronisations of fit": synchronisations_of_fit(),
             "launches": launches(),
         }
     finally:
