@@ -23,7 +23,6 @@ from gpytorch.variational import CholeskyVariationalDistribution, IndependentMul
 import benchmarks.__main__ as command_line
 import tighter_gp
 from tests.docs.test_doctests import PUBLIC
-from tests.test_architecture import ROOMS
 from tests.tools.factories import GP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,13 +87,6 @@ def rows_of(title: str) -> list[list[str]]:
     section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_rooms_are_those_of_the_architecture():
-    rooms = {room: tuple(re.findall(r"`(\w+)`", modules)) for room, modules, _ in rows_of("Seven rooms")}
-    assert rooms == ROOMS
-    assert list(rooms) == list(ROOMS)
-    assert len(rooms) <= 7
 
 
 # ---------------------------------------------------------------------------------------------------------------------

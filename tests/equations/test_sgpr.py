@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 
 import gpytorch
@@ -189,35 +187,6 @@ def test_badly_conditioned_problems_have_a_bound_and_a_gradient_in_float32(setti
     assert value.dtype == torch.float32
     assert bool(torch.isfinite(value))
     assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
-
-
-# -- copies -------------------------------------------------------------------------------------------------------------
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@BOUNDS
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_a_copied_model_keeps_its_bound_and_jitter_and_follows_its_own_likelihood(bound, duplicate, evaluated):
-    model = collapsed(bound, jitter_val=1e-4)
-    if evaluated:
-        prediction(model)
-    twin = duplicate(model)
-    assert twin.covar_module.likelihood is twin.likelihood
-    assert twin.covar_module.likelihood is not model.likelihood
-    assert (twin.covar_module.bound, twin.covar_module.jitter_val) == (bound, 1e-4)
-    assert twin.training == model.training
-    model.train()
-    before = objective(model)
-    twin.likelihood.noise = 0.2
-    twin.covar_module.base_kernel.outputscale = 2.0
-    twin.covar_module.inducing_points.data.add_(0.1)
-    twin.train()
-    torch.testing.assert_close(objective(twin), dense_bound(twin, bound) / N, rtol=1e-10, atol=0.0)
-    assert torch.equal(objective(model), before)
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

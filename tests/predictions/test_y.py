@@ -358,23 +358,6 @@ def test_quantiles_of_own_likelihoods(name, p):
             assert abs(reached - p) < tolerance
 
 
-@pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_density_where_a_link_function_underflows(mean, monkeypatch):
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # which Pyro turns off
-
-    class Rate(likelihoods.likelihood._OneDimensionalLikelihood):
-        def forward(self, function_samples, **kwargs):
-            return torch.distributions.Exponential(function_samples.exp())
-
-    q = q_of(np.full(3, mean), np.array([4.0, 9.0, 25.0]))
-    targets = np.array([0.3, 1.0, 20.0])
-    found = tighter_gp.log_density(Rate(), q, torch.as_tensor(targets))
-    for variance, y, value in zip((4.0, 9.0, 25.0), targets, found, strict=True):
-        f = mean + math.sqrt(variance) * GRID
-        close(value, special.logsumexp(np.log(WEIGHT) + f - np.exp(f) * y), rtol=1e-7)
-    assert torch.distributions.Distribution._validate_args  # torch looks at parameters as before
-
-
 def test_own_likelihood_of_two_functions():
     num_points = 4
     mean, variance = torch.randn(2, num_points), torch.rand(2, num_points)

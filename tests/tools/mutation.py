@@ -34,7 +34,7 @@ TARGETS = {
     "maths/linalg.py": (f"{E}linalg", f"{E}moments", f"{E}golden"),
     "maths/solve_gp.py": (f"{E}solve_gp",),
     "maths/collapsed.py": (f"{E}bounds", f"{E}collapsed", f"{E}golden"),
-    "maths/natural.py": ("training/test_natural",),
+    "maths/natural.py": (f"{E}natural", "training/test_natural"),
     "likelihoods/expectations.py": (f"{E}slopes", f"{E}likelihoods", f"{E}optimal", f"{E}wrappers"),
     "likelihoods/family.py": (f"{E}likelihoods", f"{E}own_likelihoods", f"{E}tighter_elbo"),
     "prior/kernels.py": (f"{E}projection", f"{E}golden"),
