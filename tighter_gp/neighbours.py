@@ -279,7 +279,7 @@ class NeighbourGP(RowSearch):
                     self._set_q()
                 if step % 20 == 0 or step == steps:
                     stops.append(self._stop(aside))
-            if step == 20 and max(stops, key=_density) is stops[0]:
+            if step == 20 and max(stops, key=lambda stop: stop.density) is stops[0]:
                 break
         self._take(stops)
         self.noise_factor = self.noise[0] / trained[0] * self.scale
@@ -311,7 +311,7 @@ class NeighbourGP(RowSearch):
     @torch.no_grad()
     def _take(self, stops: list[Stop]) -> None:
         """Take the best stop; if it is not the usual prediction, with variances scaled to cover the rows left aside."""
-        best, usual = max(stops, key=_density), stops[0]
+        best, usual = max(stops, key=lambda stop: stop.density), stops[0]
         self.load_state_dict(best.state, strict=False)
         if best is usual:
             return
@@ -325,10 +325,6 @@ class NeighbourGP(RowSearch):
             if cost < 0.5 * gain:
                 self.scale = scale
                 break
-
-
-def _density(stop: Stop) -> float:
-    return stop.density
 
 
 def _scale_noise(likelihood: Any, factor: Tensor) -> None:
