@@ -308,6 +308,27 @@ def test_neighbours_are_the_rows_most_correlated_a_priori(name):
     torch.testing.assert_close(found.sort(descending=True).values, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_network_in_forward_and_a_mean_that_depends_on_the_input():
+    class Deep(type(Case("homoscedastic", 1).model)):
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(self.net(x)))
+
+    case = Case("homoscedastic", 4)
+    model = case.model
+    model.__class__ = Deep
+    model.net, model.mean_module = torch.nn.Linear(D, D), gpytorch.means.LinearMean(D)
+    tighter_gp.set_optimal_q(model, case.likelihood, case.x, case.y)
+    near = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y, 4, 3)
+    covariance = near.model.covar_module(near.model.net(case.test), near.model.net(case.x)).to_dense()
+    assert covariance.topk(4).indices.sort().values.equal(near.nearest(case.test).sort().values)
+    plain = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y, 4, 0)
+    shift = case.x @ model.mean_module.weights.detach() + model.mean_module.bias.detach()
+    model.mean_module = gpytorch.means.ZeroMean()
+    centred = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y - shift.squeeze(-1), 4, 0)
+    added = plain.model.mean_module(case.test)
+    torch.testing.assert_close(plain(case.test).mean, centred(case.test).mean + added)
+
+
 def test_many_rows_are_searched_by_cells():
     x = torch.rand(100_001, 2)
     model = make_gp(torch.rand(64, 2), make_kernel("rbf", 1.0, torch.tensor([0.1, 0.2])), jitter_val=1e-6)
