@@ -76,7 +76,10 @@ def _skip(app: Any, what: str, name: str, value: object, skip: bool, options: An
 
 
 # Modules that users import from the top of the package, and where they live.
-ALIASES = {"tighter_gp.blocks.": "tighter_gp.conditionals.blocks.", "tighter_gp.maths.bounds.": "tighter_gp.maths.bounds."}
+ALIASES = {
+    "tighter_gp.blocks.": "tighter_gp.conditionals.blocks.",
+    "tighter_gp.maths.bounds.": "tighter_gp.maths.bounds.",
+}
 
 
 def _resolve(app: Any, env: Any, node: Any, content: Any) -> Any:

@@ -304,7 +304,12 @@ pay = lambda penalty: [penalty(value.view(1), one).item() for value in ratio]
 
 figure, ax = plt.subplots(figsize=(6, 3.5), layout="constrained")
 ax.plot(ratio, pay(tighter_gp.maths.bounds.trace_penalty), color=BLUE, label=r"SVGP, SGPR: $\frac{1}{2} d/\sigma^2$")
-ax.plot(ratio, pay(tighter_gp.maths.bounds.log_penalty), color=VERMILION, label=r"tighter: $\frac{1}{2}\log(1 + d/\sigma^2)$")
+ax.plot(
+    ratio,
+    pay(tighter_gp.maths.bounds.log_penalty),
+    color=VERMILION,
+    label=r"tighter: $\frac{1}{2}\log(1 + d/\sigma^2)$",
+)
 ax.set(title="Price of the residual of one point", xlabel=r"$d_n / \sigma^2$", ylabel="nats")
 ax.legend()
 plt.show()

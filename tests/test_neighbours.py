@@ -268,6 +268,9 @@ def test_refining_helps_where_the_residual_says_something(dtype):
     model = sparse_gp(x[:700], y[:700], 0.6, 0.1)
     plain, refined = (tighter_gp.NeighbourGP(model, model.likelihood, x[:700], y[:700], 10, steps) for steps in (0, 40))
     test = x[700:], y[700:]
+    with pytest.raises(TypeError):  # it is no bound
+        tighter_gp.evaluate_bound(refined, refined.likelihood, x[:700], y[:700])
+    assert not any(value.requires_grad for value in [*refined.parameters(), *refined.buffers()])
     assert nlpd(refined, *test) < nlpd(plain, *test) - 0.3 < nlpd(model, *test) - 0.6
     low, high = tighter_gp.predict_y(refined, refined.likelihood, test[0]).interval(0.95)
     assert 0.88 < ((low < test[1]) & (test[1] < high)).double().mean() < 0.99

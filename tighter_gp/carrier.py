@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
     strategy: Any
     x: Tensor
-    index: Tensor | None
+    index: Any  # Tensor | None
     projection: Projection
     mean: Tensor
     explained: Tensor
@@ -65,7 +65,7 @@ class Carrier(LinearOperator):
         residual: Tensor,
         *learned: Tensor,
         lazy: Callable[[], LinearOperator] | None = None,
-        origin: Origin | None = None,
+        origin: Any = None,
         copied: tuple[bool, ...] | None = None,
     ) -> None:
         super().__init__(variance, explained, residual, *learned, lazy=lazy, origin=origin, copied=copied)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
-from gpytorch.variational._variational_strategy import _VariationalStrategy
+from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
 from .blocks import block_chunks
@@ -28,9 +27,9 @@ from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
-from .posterior import exact_gp_prior, gathered, require_gaussian, tighter_strategy
+from .posterior import copied, exact_gp_prior, gathered, require_gaussian, tighter_copy, tighter_strategy
 from .prior import Prior
-from .strategies import TighterStrategy
+from .strategies import TighterStrategy, gp_of
 
 
 @torch.no_grad()
@@ -41,7 +40,7 @@ def evaluate_bound(
     y: Tensor | np.ndarray,
     batch_size: int = 1024,
     *,
-    objective: Callable[..., Any] = TighterELBO,
+    objective: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     r"""The bound on the log evidence of a whole data set: a sum over the data, not divided by :math:`N`.
@@ -57,8 +56,8 @@ def evaluate_bound(
         estimate, with draws from torch's global random state.
     :param y: All training targets, ``... x N`` (``... x N x T`` for several tasks); a tensor or an array.
     :param batch_size: Points per chunk; the result does not depend on it.
-    :param objective: :class:`TighterELBO`, or :class:`~gpytorch.mlls.VariationalELBO` for the standard bound at the
-        same parameters (``conditional="optimal"`` only), or that of a model on a strategy of GPyTorch's own.
+    :param objective: Default :class:`TighterELBO`, and for a model on a strategy of GPyTorch's own
+        :class:`~gpytorch.mlls.VariationalELBO`, which gives the standard bound of any model with ``conditional="optimal"``.
     :param kwargs: Per-point arguments of the likelihood, such as ``noise=``; sliced with the data. For a latent-variable
         model also ``num_samples=`` and ``mask=``.
     :return: Shape of the batch of models; of a deep GP one value per sample.
@@ -85,6 +84,8 @@ def evaluate_bound(
         with temporary_mode(model, True), temporary_mode(likelihood, True):
             log_prob = likelihood(model(rows_of_x[:]), **noise).log_prob(y)
             return sum((term.loss() for term in model.added_loss_terms()), start=log_prob).to(dtype)
+    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
+    objective = objective or (TighterELBO if strategies else VariationalELBO)
     if num_data not in y.shape[-2:]:
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
     rows_of_y = Rows(y, like, dim=_point_dim(y.shape, num_data, model), name="y")
@@ -92,8 +93,7 @@ def evaluate_bound(
         kwargs["noise"] = Rows(likelihood.noise_covar.noise, like, name="noise")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
-        mll = objective(likelihood, model, num_data, combine_terms=False)
-    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
+        mll = objective(likelihood, gp_of(model), num_data, combine_terms=False)
     conditionals = [strategy.conditional for strategy in strategies]
     needs_index = any(conditional.needs_index for conditional in conditionals)
     labels = next((conditional.labels for conditional in conditionals if isinstance(conditional, Blocks)), None)
@@ -118,10 +118,7 @@ def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
     """Copies of a model and its likelihood in float64, for values that are reported; the jitter stays that of their own."""
     if reference(model, likelihood).dtype == torch.float64:
         return model, likelihood
-    for part in model.modules():
-        if isinstance(part, _VariationalStrategy):
-            part._clear_cache()  # of GPyTorch's, with graphs that cannot be copied
-    model, likelihood = copy.deepcopy((model, likelihood))
+    model, likelihood = copied(model, likelihood)
     for part in model.modules():
         if isinstance(part, TighterStrategy):
             part.jitter_val = part.jitter_val
@@ -157,7 +154,7 @@ def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objectiv
     if not hasattr(model, "objective"):
         raise TypeError(f"{type(model).__name__} needs inputs; x=None is for a latent-variable model.")
     check_arguments(likelihood, kwargs.keys() - {"mask", "num_samples"})
-    if issubclass(objective, (TighterELBO, VariationalELBO)):
+    if objective is None or issubclass(objective, (TighterELBO, VariationalELBO)):
         chosen = None if objective is TighterELBO else objective
         mll = model.objective(len(y), likelihood=likelihood, objective=chosen)
     else:
@@ -179,7 +176,8 @@ def set_optimal_q(
     The optimum is the same for SVGP and for the tighter family. A mean-field or delta q(u) gets the optimum of its
     form. Sums over the data are gathered in float64, in :math:`O(NM^2)`.
 
-    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package.
+    :param model: An :class:`~gpytorch.models.ApproximateGP` on a strategy of this package, or on GPyTorch's own
+        :class:`~gpytorch.variational.VariationalStrategy`.
     :param likelihood: A Gaussian likelihood.
     :param x: All training inputs, ``... x N x D`` or ``N``: a tensor, or a numpy array, perhaps memory-mapped, of which only
         a chunk is in memory at a time.
@@ -194,6 +192,14 @@ def set_optimal_q(
         True
     """
     require_gaussian(likelihood, "set_optimal_q")
+    if type(getattr(model, "variational_strategy", None)) is VariationalStrategy:  # GPyTorch's own
+        copied, standard = tighter_copy(model), model.variational_strategy
+        set_optimal_q(copied, likelihood, x, y, batch_size, **kwargs)
+        standard._variational_distribution.load_state_dict(
+            copied.variational_strategy._variational_distribution.state_dict()
+        )
+        standard.variational_params_initialized.fill_(1)
+        return
     strategy = tighter_strategy(model)
     like = reference(model, likelihood)
     rows_of_x, y = input_rows(x, like), as_tensor(y, like)

@@ -9,6 +9,7 @@ import torch
 from gpytorch import settings
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP, ExactGP
+from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
 
@@ -143,9 +144,17 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
     return Posterior(strategy.prior(dtype), strategy.whitened(), points, strategy.jitter_val, strategy, labels=labels)
 
 
+def copied(model: Any, *others: Any) -> Any:
+    """A deep copy of a model, and of others with it; what GPyTorch's strategies keep of the last step cannot be copied."""
+    for part in model.modules():
+        if isinstance(part, _VariationalStrategy):
+            part._clear_cache()
+    return copy.deepcopy((model, *others)) if others else copy.deepcopy(model)
+
+
 def tighter_copy(model: ApproximateGP) -> ApproximateGP:
     """A copy of a model on GPyTorch's own VariationalStrategy with one of this package in its place, of the same q(u)."""
-    model = copy.deepcopy(model)
+    model = copied(model)
     standard: Any = model.variational_strategy
     z, q = standard.inducing_points, standard._variational_distribution
     model.variational_strategy = TighterVariationalStrategy(model, z.detach(), q, jitter_val=standard.jitter_val)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import gpytorch
 import pytest
 import torch
 from botorch.acquisition import qLogExpectedImprovement
@@ -17,7 +16,6 @@ from gpytorch.variational import VariationalStrategy
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import make_kernel, make_noise
 
 pytest.importorskip("botorch", reason="needs BoTorch, in the test extra")
 N, M, D = 19, 6, 2
@@ -114,59 +112,3 @@ def test_posterior_is_that_of_the_standard_strategy():
     left, right = (model.posterior(torch.linspace(0, 1, 8).view(4, D)) for model in models)
     torch.testing.assert_close(left.mean, right.mean, rtol=1e-10, atol=0)
     torch.testing.assert_close(left.variance, right.variance, rtol=1e-8, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.InputDataWarning")  # labels are not standardised
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.OptimizationWarning")
-def test_conditional_can_be_chosen_with_partial():
-    x, y = data()
-    strategy = functools.partial(TIGHTER, conditional="beta")
-    likelihood = tighter_gp.likelihoods.BernoulliLogitLikelihood()
-    model = SingleTaskVariationalGP(x, (y > 0).double(), likelihood, inducing_points=M, variational_strategy=strategy)
-    mll = tighter_gp.TighterELBO(likelihood, model.model, N)
-    before = mll(model.model(x), (y > 0).double().squeeze(-1)).item()
-    fit_gpytorch_mll(mll, **FEW)
-    model.train()
-    assert mll(model.model(x), (y > 0).double().squeeze(-1)).item() > before
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Fantasies
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Other objectives
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pyro
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def pyro_model(conditional):
-    pyro = pytest.importorskip("pyro", reason="needs pyro-ppl")
-    pyro.clear_param_store()
-    p = dense.problem(seed=2)
-
-    class PyroModel(gpytorch.models.PyroGP):
-        def __init__(self):
-            q = gpytorch.variational.CholeskyVariationalDistribution(len(p.z))
-            super().__init__(TIGHTER(self, p.z, q, conditional=conditional), make_noise(0.2), len(p.y), "gp")
-            self.covar_module = make_kernel("rbf", p.variance, p.lengthscales)
-
-        def forward(self, x):
-            return gpytorch.distributions.MultivariateNormal(x.new_zeros(x.shape[:-1]), self.covar_module(x))
-
-    model, infer = PyroModel(), pyro.infer
-    elbo = infer.TraceMeanField_ELBO(num_particles=4000, vectorize_particles=True)
-    return p, model, infer.SVI(model.model, model.guide, pyro.optim.Adam({"lr": 0.0}), elbo)
-
-
-def test_pyro_estimates_the_standard_bound_of_the_optimal_conditional():
-    p, model, svi = pyro_model("optimal")
-    model(p.x)  # the first call sets q(u)
-    expected = len(p.y) * VariationalELBO(model.likelihood, model, len(p.y))(model(p.x), p.y)
-    with torch.no_grad():
-        torch.testing.assert_close(-svi.evaluate_loss(p.x, p.y), expected.item(), rtol=0.05, atol=0)

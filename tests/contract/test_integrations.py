@@ -50,7 +50,14 @@ def two_tasks(z):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("make", [make_gp, solve_gp, two_tasks])
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_gp,
+        pytest.param(solve_gp, marks=pytest.mark.xfail(strict=True, reason="pseudo_points of GPyTorch")),
+        two_tasks,
+    ],
+)
 def test_model_is_traced_saved_and_loaded(make, dtype, tmp_path):
     torch.set_default_dtype(dtype)
     x, y = data(dtype)
@@ -126,36 +133,6 @@ def test_gp_binary_classifier_of_skorch():
 
 
 # -- Lightning ----------------------------------------------------------------------------------------------------------
-
-
-def test_lightning_module():
-    lightning = pytest.importorskip("lightning", reason="needs Lightning")
-    torch.set_default_dtype(torch.float32)
-    x, y = data()
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model, self.likelihood = Regression(x[:: N // M]), gpytorch.likelihoods.GaussianLikelihood()
-            self.mll = tighter_gp.TighterELBO(self.likelihood, self.model, N)
-
-        def training_step(self, batch, _):
-            return -self.mll(self.model(batch[0]), batch[1])
-
-        def validation_step(self, batch, _):
-            self.log("loss", -self.mll(self.model(batch[0]), batch[1]))
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=0.05)
-
-    module = Module()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=20)
-    trainer = lightning.Trainer(
-        max_epochs=20, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    before = tighter_gp.evaluate_bound(module.model, module.likelihood, x, y)
-    trainer.fit(module, loader, loader)
-    assert tighter_gp.evaluate_bound(module.model, module.likelihood, x, y) > before
 
 
 def test_loss_of_a_model_in_eval_mode_is_that_of_training():

@@ -71,20 +71,6 @@ def test_eval_mode_is_gpytorchs_to_rounding(form, batch, data, dtype):
     assert_equal(prediction(model, x), prediction(stock, x))  # from the cache
 
 
-@pytest.mark.parametrize("conditional", ["beta", "scalar", "per_point"])
-def test_eval_mode_does_not_depend_on_the_conditional(conditional):
-    conditional = tighter_gp.PerPoint(N) if conditional == "per_point" else conditional
-    model = gp(conditional=conditional).eval()
-    assert_equal(prediction(model), prediction(gp(strategy=VariationalStrategy).eval()))
-
-
-@FORMS
-def test_training_has_no_effect_on_the_predictions_of_equal_parameters(form):
-    model = gp(form)
-    tighter_gp.TighterELBO(make_noise(0.1), model, N)(model(P.x), P.y).backward()
-    assert_equal(prediction(model.eval()), prediction(stock_like(model, form)))
-
-
 def test_prior_mode_is_the_prior():
     model = gp(conditional=tighter_gp.PerPoint(N))
     prior = model(P.x, prior=True, index=torch.arange(N))
@@ -168,17 +154,6 @@ def test_inference_mode_leaves_nothing_behind_that_autograd_cannot_use(form, fro
         assert torch.equal(model(X_TEST).variance, first)
     expected = gradients(stock_like(model, form), X_TEST)[0]
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar"])
-@pytest.mark.parametrize("diag", [True, False])
-def test_the_training_covariance_has_the_training_variance_on_its_diagonal(conditional, diag):
-    model = gp("cholesky", conditional=conditional).train()
-    covar = model(P.x, diag=diag).lazy_covariance_matrix
-    scale = model.variational_strategy.conditional.scale(covar.residual)
-    expected = covar.explained + scale * covar.residual
-    torch.testing.assert_close(covar.diagonal(dim1=-1, dim2=-2), expected)
-    torch.testing.assert_close(covar.to_dense().diagonal(dim1=-1, dim2=-2), expected)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tighter_gp
-from tests.equations.test_wrappers import Latent, gaussian, independent, inputs, lmc, make_model, task_noise
+from tests.equations.test_wrappers import Latent, gaussian, inputs, lmc, make_model, task_noise
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
 from tighter_gp.blocks import BlockBatchSampler, Blocks, block_chunks, partition
@@ -36,9 +36,7 @@ def f_block(p, labels):
     return dense.base(p) - 0.5 * log_dets(p, labels).sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Partitions
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Partitions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_blocks", "max_size"), [(7, None), (7, 15), (7, 40), (1, None), (103, None), (10, 11)])
@@ -71,9 +69,7 @@ def test_chunks_show_every_point_once_in_whole_blocks(batch_size):
         next(block_chunks(LABELS, 0))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches of whole blocks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Batches of whole blocks ------------------------------------------------------------------------------------------
 
 
 def design(labels, k):
@@ -100,9 +96,7 @@ def test_sampler_draws_sets_of_blocks_in_proportion_to_their_points(k):
         assert abs(counts.get(chosen, 0) / draws - probability) <= 4 * error + 1e-12
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collapsed bound
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Collapsed bound --------------------------------------------------------------------------------------------------
 
 
 def projection_of(p):
@@ -177,9 +171,7 @@ def test_gradient_of_the_collapsed_block_bound_is_the_dense_one():
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Uncollapsed
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Uncollapsed ------------------------------------------------------------------------------------------------------
 
 
 def uncollapsed(p, q, labels, num_data=N):
@@ -290,9 +282,7 @@ def test_missing_targets_leave_their_points_out_of_the_blocks():
     assert all(torch.isfinite(q.grad).all() for q in model.parameters() if q.grad is not None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# With other strategies
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- With other strategies --------------------------------------------------------------------------------------------
 
 BATCH = torch.tensor([0, 0, 1, 2, 1, 1, 0, 2, 1, 2, 0])  # blocks of the 11 points of make_model's batch
 
@@ -310,18 +300,6 @@ def residual_blocks(model, member, x, weights):
     return total
 
 
-def test_blocks_of_independent_tasks():
-    model, (x, y) = make_model(independent(), (3,), conditional=Blocks(BATCH)), inputs()
-    likelihood, noise = task_noise()
-    actual = tighter_gp.TighterELBO(likelihood, model, len(x))(model(x), y)
-    expected = 0.0
-    for p in range(3):
-        f = Latent(model, (p,), x)
-        data = gaussian(y[:, p], f.mean, f.s, noise[p]).sum() - 0.5 * residual_blocks(model, (p,), x, 1 / noise[p])
-        expected = expected + (data - f.kl) / len(x)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
-
-
 def test_blocks_of_an_lmc():
     model, (x, y) = make_model(lmc(), (2,), conditional=Blocks(BATCH)), inputs()
     (likelihood, noise), W = task_noise(), model.variational_strategy.lmc_coefficients
@@ -333,26 +311,3 @@ def test_blocks_of_an_lmc():
         expected = expected - 0.5 * residual_blocks(model, (k,), x, (W[k] ** 2 / noise).sum()) - f.kl
     expected = (expected + gaussian(y, mean, variance, noise).sum()) / len(x)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
-
-
-def test_blocks_of_a_solve_gp():
-    p, o = dense.problem(5), 3 * torch.rand(3, 2)
-    q_v = gpytorch.variational.CholeskyVariationalDistribution(3)
-
-    def strategy(model, z, q, jitter_val, conditional):
-        return tighter_gp.SolveGPVariationalStrategy(
-            model, z, o, q, q_v, jitter_val=jitter_val, conditional=conditional
-        )
-
-    kernel = make_kernel(p.kernel, p.variance, p.lengthscales)
-    model = make_gp(p.z, kernel, dense.random_q(5), strategy=strategy, conditional=Blocks(LABELS))
-    both = torch.cat([p.z, o])
-    k = lambda a, b: dense.rbf(a, b, p.variance, p.lengthscales)
-    D = p.Kff - k(p.x, both) @ torch.linalg.inv(k(both, both)) @ k(both, p.x)
-    q = model(p.x)
-    carried = q.lazy_covariance_matrix
-    likelihood = make_noise(p.noise[0])
-    terms = tighter_gp.TighterELBO(likelihood, model, N, combine_terms=False)(q, p.y)
-    penalty = 0.5 * log_dets(p._replace(D=D), LABELS).sum()
-    expected = gaussian(p.y, q.mean, carried.explained, p.noise).sum() - penalty
-    torch.testing.assert_close(N * (terms.log_likelihood - terms.conditional), expected, rtol=1e-8, atol=0)

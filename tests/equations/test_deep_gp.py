@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpytorch.functions import log_normal_cdf
-from gpytorch.likelihoods import BernoulliLikelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood
 from gpytorch.mlls import DeepApproximateMLL
 from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
 
@@ -124,25 +124,6 @@ def test_all_hidden_layers_pay():
     own = price(1 / (1 + last)).mean(-1)
     hidden = price(torch.tensor([0.3, 0.6, 0.2, 0.5, 0.9])).sum()
     torch.testing.assert_close(mll(output, y).conditional, own + hidden, rtol=1e-10, atol=0)
-
-
-def test_last_layer_with_several_outputs():
-    model, x, y = two_layers(num_outputs=P), torch.randn(N, D), torch.randn(N, P)
-    likelihood = MultitaskGaussianLikelihood(num_tasks=P)
-    likelihood.initialize(task_noises=torch.tensor([0.05, 0.1, 0.2, 0.4]), noise=0.01)
-    noise = likelihood.task_noises + likelihood.noise
-    actual = evaluate(model, likelihood, x, y)
-    first, second = model.layers
-    scales = first.variational_strategy.conditional.m
-    samples, kl = hidden_samples(first, x, scales)
-    data = 0.0
-    for hidden in samples:
-        functions = [Latent(second, (p,), hidden) for p in range(P)]
-        for p, f in enumerate(functions):
-            m = noise[p] / (noise[p] + f.d)
-            data = data + (gaussian(y[:, p], f.mean, f.s + m * f.d, noise[p]).sum() - price(m).sum()) / SAMPLES
-    expected = data / N - price(scales).sum() - (kl + sum(f.kl for f in functions)) / NUM_DATA
-    assert_same_value_and_gradients(model, likelihood, actual, expected)
 
 
 def test_beta_in_the_last_layer_with_a_bernoulli_likelihood():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.factories import make_gp, make_kernel, make_noise
 from tighter_gp.maths import bounds, linalg
 
 COMMON = {"deadline": None, "database": None}
@@ -105,9 +105,7 @@ def on(strategy, **kwargs):
     return lambda test: settings(PROFILE)(given(case=strategy, **kwargs)(test))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bounds
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Bounds -----------------------------------------------------------------------------------------------------------
 
 
 @on(cases())
@@ -153,23 +151,6 @@ def test_the_objective_at_the_optimal_q_is_the_collapsed_bound(case):
     torch.testing.assert_close(value + jitter, chunked.detach(), rtol=0, atol=100 * case.slack + scale)
 
 
-@on(cases(places=("random", "some data")))
-def test_the_collapsed_bound_is_the_dense_one(case):
-    """At a larger jitter, so that the inverse of the reference has digits."""
-    jitter = 1e-4
-    Kuf, Kff = case.covariance(case.z, case.x), case.covariance(case.x, case.x)
-    inverse = torch.linalg.inv(case.covariance(case.z, case.z) + jitter * torch.eye(len(case.z)))
-    Q, noise = Kuf.T @ inverse @ Kuf, torch.full((len(case.y),), case.noise)
-    problem = dense.Problem(
-        case.x, case.y, case.z, noise, Kff, Kuf, Kff, Q, Kff - Q, 1.0, case.lengthscales, case.kernel
-    )
-    model = CollapsedGP(case.x, case.y, case.z, case.make_kernel(), make_noise(case.noise), jitter_val=jitter)
-    value = tighter_gp.evaluate_bound(model, model.likelihood, case.x, case.y)
-    expected = dense.base(problem) - 0.5 * torch.log1p(problem.d.clamp_min(0) / noise).sum()
-    torch.testing.assert_close(value.detach(), expected, rtol=1e-6, atol=1e3 * case.slack)
-    assert value <= case.evidence + 1e3 * case.slack
-
-
 @on(cases(max_dim=8), num_orthogonal=st.integers(1, 6))
 def test_solve_gp_is_ordered_below_the_exact_evidence(case, num_orthogonal):
     generator = torch.Generator().manual_seed(case.seed)
@@ -190,9 +171,7 @@ def test_solve_gp_is_ordered_below_the_exact_evidence(case, num_orthogonal):
     assert values[1] <= case.evidence + case.slack
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Finite, and not negative
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Finite, and not negative -----------------------------------------------------------------------------------------
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 
@@ -217,9 +196,7 @@ def test_gradients_are_finite_and_variances_not_negative(case, dtype, conditiona
     assert bool((prediction.variance >= 0).all())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Float32 against float64
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Float32 against float64 ------------------------------------------------------------------------------------------
 
 
 @on(cases(), optimal=st.booleans())
@@ -237,9 +214,7 @@ def test_float32_is_near_float64(case, optimal):
     assert abs(value.double() - expected) <= tolerance
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches of points and of models
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Batches of points and of models ----------------------------------------------------------------------------------
 
 
 @on(cases(), shape=st.sampled_from([(1,), (3,), (2, 3)]), conditional=st.sampled_from(["optimal", "beta", "scalar"]))

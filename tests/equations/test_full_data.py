@@ -57,10 +57,21 @@ def test_the_standard_bound_at_the_same_parameters(form):
 def test_the_bound_of_a_model_on_a_strategy_of_gpytorchs():
     model, likelihood = gp(strategy=VariationalStrategy), make_noise(NOISE)
     expected = N * VariationalELBO(likelihood, model, N)(model(P.x), P.y)
-    actual = evaluate_bound(model, likelihood, P.x, P.y, 5, objective=VariationalELBO)
+    actual = evaluate_bound(model, likelihood, P.x, P.y, 5)
     torch.testing.assert_close(actual, expected.detach(), rtol=1e-10, atol=0.0)
-    with pytest.raises(TypeError, match=r"evaluate_bound use with objective=gpytorch\.mlls\.VariationalELBO"):
-        evaluate_bound(model, likelihood, P.x, P.y)
+
+
+def test_the_best_q_of_a_model_on_a_strategy_of_gpytorchs():
+    """The optimum is the same for the standard and the tighter family."""
+    model, ours, likelihood = gp(strategy=VariationalStrategy), gp(), make_noise(NOISE)
+    for each in (model, ours):
+        tighter_gp.set_optimal_q(each, likelihood, P.x, P.y)
+    q, expected = (
+        model.variational_strategy._variational_distribution,
+        ours.variational_strategy._variational_distribution,
+    )
+    torch.testing.assert_close(q.variational_mean, expected.variational_mean)
+    assert bool(model.variational_strategy.variational_params_initialized)
 
 
 @SIZES

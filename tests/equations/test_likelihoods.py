@@ -51,9 +51,7 @@ def fine_poisson() -> PoissonLikelihood:
         return PoissonLikelihood()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bernoulli, logistic link
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Bernoulli, logistic link -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "rtol"), [(BernoulliLogitLikelihood, 1e-4), (fine_logit, 1e-8)])
@@ -84,9 +82,7 @@ def test_logit_expected_log_prob_is_finite_far_out_with_its_gradient():
     torch.testing.assert_close(mean.grad, torch.tensor([1.0, 0.0, 0.0, -1.0]), rtol=1e-9, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Poisson, exponential link
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Poisson, exponential link ----------------------------------------------------------------------------------------
 
 
 def test_poisson_expected_log_prob_is_the_integral():
@@ -124,9 +120,7 @@ def test_poisson_marginal_is_a_mixture_with_the_integrated_rate():
     torch.testing.assert_close(marginal.rate.mean(0), integral(torch.exp, mean, variance), rtol=0.05, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Both
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Both -------------------------------------------------------------------------------------------------------------
 
 OURS = {"logit": (fine_logit, LABELS), "poisson": (fine_poisson, COUNTS)}
 
@@ -140,9 +134,7 @@ def test_gradients_in_mean_and_variance_pass_gradcheck(name, method):
     assert torch.autograd.gradcheck(lambda m, v: getattr(likelihood, method)(targets, q(m, v)), (mean, variance))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Properties: Gaussian or not, log-concave or not
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Properties: Gaussian or not, log-concave or not ------------------------------------------------------------------
 
 
 def make_stock(name: str):
@@ -213,9 +205,7 @@ def test_an_attribute_decides_over_the_class(declared):
     assert family(Own()).is_log_concave is declared
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Properties: the noise of each point
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Properties: the noise of each point ------------------------------------------------------------------------------
 
 
 def size(*shape: int) -> torch.Size:
@@ -273,9 +263,7 @@ def test_noise_is_what_gpytorch_adds_to_the_marginal(name):
     torch.testing.assert_close(noise.expand(f.event_shape), likelihood(f).variance - 1, rtol=1e-9, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Properties: which targets count
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Properties: which targets count ----------------------------------------------------------------------------------
 
 NAN = float("nan")
 
@@ -300,9 +288,7 @@ def test_mask_policy_drops_a_point_for_the_whole_batch():
     assert mask.tolist() == 2 * [[True, False, False, True]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several functions and one label
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Several functions and one label ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mixing", [True, False])

@@ -31,9 +31,7 @@ def gram(factor: torch.Tensor) -> torch.Tensor:
     return factor @ factor.mT
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# cholesky
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- cholesky ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,14 +96,7 @@ def test_non_finite_matrix_raises_and_counts_the_entries(value):
         linalg.cholesky(matrix, name="K_ZZ")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reuse_cholesky
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# project, residual_variance
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- project, residual_variance ---------------------------------------------------------------------------------------
 
 
 def test_residual_is_never_negative_and_has_no_gradient_where_it_was_clamped():
@@ -118,9 +109,7 @@ def test_residual_is_never_negative_and_has_no_gradient_where_it_was_clamped():
     assert torch.equal(projection.grad, torch.tensor([[0.0, 0.0, -2.0]]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# full_precision, once_differentiable
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- full_precision, once_differentiable ------------------------------------------------------------------------------
 
 
 def test_full_precision_switches_autocast_off():
@@ -163,6 +152,7 @@ assert switches() == before
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["_older", "_newer", "_newest"])
 def test_full_precision_turns_every_switch_of_reduced_products_off_and_puts_it_back(switch):
     # In a process of its own: torch remembers for good which of its interfaces was used.

@@ -16,7 +16,7 @@ from tests.equations.test_wrappers import Latent, independent, lmc, make_model, 
 from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel
 from tighter_gp.conditionals import OptimalConditional
-from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from tighter_gp.likelihoods import PoissonLikelihood
 from tighter_gp.likelihoods.expectations import expected_log_prob
 
 N, M = 17, 3
@@ -87,32 +87,6 @@ def test_the_default_number_of_steps_leaves_a_small_residual_of_the_equation(nam
     assert (m - 1 / (1 + curvature(m).clamp_min(0) * residual)).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood, PoissonLikelihood])
-def test_no_other_scale_of_a_point_is_better(likelihood):
-    """Against 400 values of m between 0 and 1, with a residual variance that is far from small."""
-    residual, explained, mean = (
-        torch.tensor([0.01, 0.5, 3.0, 20.0, 60.0]),
-        torch.full((5,), 0.3),
-        torch.linspace(-4, 2, 5),
-    )
-    likelihood, y = likelihood(), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
-
-    def objective(m):
-        q = gpytorch.distributions.MultivariateNormal(mean, torch.diag_embed(explained + m * residual))
-        return likelihood.expected_log_prob(y, q) - price(m)
-
-    def curvature(m):
-        with torch.enable_grad():
-            kept = (m * residual).requires_grad_()
-            q = gpytorch.distributions.MultivariateNormal(mean, torch.diag_embed(explained + kept))
-            return -2 * torch.autograd.grad(likelihood.expected_log_prob(y, q).sum(), kept)[0]
-
-    m = OptimalConditional(num_steps=10).solve(residual, curvature)
-    assert ((m > 0) & (m <= 1)).all()
-    grid = torch.stack([objective(torch.full((5,), value)) for value in torch.logspace(-5, 0, 400).tolist()])
-    assert (objective(m) >= grid.max(0).values - 1e-7).all()
-
-
 def test_gradient_is_that_of_the_objective_with_the_scales_held_fixed():
     p, q = poisson_problem(2)
     model, fixed = model_of(p, q, conditional="optimal"), model_of(p, q, conditional=tighter_gp.PerPoint(N))
@@ -157,9 +131,7 @@ def test_missing_labels_keep_the_prior():
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampled likelihoods
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Sampled likelihoods ----------------------------------------------------------------------------------------------
 
 CLASSES = 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import gpytorch
 import pytest
@@ -13,6 +12,7 @@ from linear_operator.utils.errors import NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 
 import tighter_gp
+from tests.tools.audit import covariance as dense
 from tests.tools.factories import GP
 
 B, M, D = 11, 5, 3
@@ -21,31 +21,6 @@ B, M, D = 11, 5, 3
 def ard(kernel, dims=D):
     kernel.lengthscale = 0.5 + torch.rand(dims)
     return kernel
-
-
-def dense(kernel, a, b):
-    """A kernel written out."""
-    kind = type(kernel)
-    if kind is kernels.ScaleKernel:
-        return kernel.outputscale[..., None, None] * dense(kernel.base_kernel, a, b)
-    if kind in (kernels.AdditiveKernel, kernels.ProductKernel):
-        first, second = (dense(part, a, b) for part in kernel.kernels)
-        return first + second if kind is kernels.AdditiveKernel else first * second
-    if kernel.active_dims is not None:
-        a, b = a[..., kernel.active_dims], b[..., kernel.active_dims]
-    if kind is kernels.LinearKernel:
-        return kernel.variance * (a @ b.mT)
-    difference = a.unsqueeze(-2) - b.unsqueeze(-3)
-    if kind is kernels.PeriodicKernel:
-        phase = torch.sin(math.pi * difference / kernel.period_length.unsqueeze(-2)).square()
-        return torch.exp(-2 * (phase / kernel.lengthscale.unsqueeze(-2)).sum(-1))
-    squared = (difference / kernel.lengthscale.unsqueeze(-2)).square().sum(-1)
-    if kind is kernels.RBFKernel:
-        return torch.exp(-squared / 2)
-    if kind is kernels.RQKernel:
-        return (1 + squared / (2 * kernel.alpha.unsqueeze(-1))) ** -kernel.alpha.unsqueeze(-1)
-    r = math.sqrt(2 * kernel.nu) * torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
-    return {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[kernel.nu] * torch.exp(-r)
 
 
 KERNELS = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 
 import gpytorch
@@ -112,15 +110,6 @@ def test_values_and_gradients_are_those_of_the_dense_bound(bound, noise, jitter_
         torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def test_active_dims_select_the_inputs():
-    wide = torch.cat([torch.randn(N, 1), P.x[:, :1], torch.randn(N, 1), P.x[:, 1:]], dim=-1)
-    narrow, selected = collapsed(), collapsed(x=wide, active_dims=(1, 3))
-    torch.testing.assert_close(objective(selected, wide), objective(narrow))
-    x = torch.cat([torch.randn(7, 1), X_TEST[:, :1], torch.randn(7, 1), X_TEST[:, 1:]], dim=-1)
-    for actual, expected in zip(prediction(selected, x), prediction(narrow), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 @BOUNDS
 def test_the_diagonal_is_that_of_the_matrix(bound):
     kernel = collapsed(bound).covar_module
@@ -198,35 +187,6 @@ def test_badly_conditioned_problems_have_a_bound_and_a_gradient_in_float32(setti
     assert value.dtype == torch.float32
     assert bool(torch.isfinite(value))
     assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
-
-
-# -- copies -------------------------------------------------------------------------------------------------------------
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@BOUNDS
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_a_copied_model_keeps_its_bound_and_jitter_and_follows_its_own_likelihood(bound, duplicate, evaluated):
-    model = collapsed(bound, jitter_val=1e-4)
-    if evaluated:
-        prediction(model)
-    twin = duplicate(model)
-    assert twin.covar_module.likelihood is twin.likelihood
-    assert twin.covar_module.likelihood is not model.likelihood
-    assert (twin.covar_module.bound, twin.covar_module.jitter_val) == (bound, 1e-4)
-    assert twin.training == model.training
-    model.train()
-    before = objective(model)
-    twin.likelihood.noise = 0.2
-    twin.covar_module.base_kernel.outputscale = 2.0
-    twin.covar_module.inducing_points.data.add_(0.1)
-    twin.train()
-    torch.testing.assert_close(objective(twin), dense_bound(twin, bound) / N, rtol=1e-10, atol=0.0)
-    assert torch.equal(objective(model), before)
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

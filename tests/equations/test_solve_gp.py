@@ -15,12 +15,11 @@ from gpytorch.mlls import VariationalELBO
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
     MeanFieldVariationalDistribution,
-    NaturalVariationalDistribution,
 )
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import make_gp, make_kernel, make_noise
+from tests.tools.factories import make_kernel, make_noise
 from tests.tools.golden import VECTORS
 from tests.tools.solve_gp import DISTRIBUTIONS, MU, Joint, joint_svgp, logarithm, make_solve_gp, random_parts, trace
 from tighter_gp import TighterELBO
@@ -86,14 +85,7 @@ def test_order_of_the_bounds(seed):
     assert chain[1] < chain[2]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One operation with its own backward pass
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Golden values
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Golden values ----------------------------------------------------------------------------------------------------
 
 
 CASES = VECTORS["solvegp"]
@@ -168,9 +160,7 @@ def test_golden_collapsed(golden):
     golden.check(model.variational_strategy.whitened().mean, "collapsed_whitened_means_uv")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same q(f) as SVGP on both sets of points
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The same q(f) as SVGP on both sets of points ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jitter_val", [0.0, 1e-3])
@@ -247,26 +237,7 @@ def test_every_pair_of_distributions_gives_its_own_kl_and_marginals(kind_u, kind
     torch.testing.assert_close(model.eval()(j.p.x).covariance_matrix, j.p.Kff - H.T @ H + H.T @ S @ H)
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_no_orthogonal_points_is_svgp(kind):
-    p = dense.problem(10)
-    ours = make_solve_gp(p.z, p.z[:0], make_kernel("rbf", 1.1, p.lengthscales), distributions=(kind, kind), mean=0.2)
-    theirs = make_gp(p.z, make_kernel("rbf", 1.1, p.lengthscales), distribution=kind, mean=0.2)
-    results = []
-    for model in (ours, theirs):
-        torch.manual_seed(1)  # of the first call's noise on the mean
-        likelihood = make_noise(p.noise[0])
-        value = TighterELBO(likelihood, model.train(), 19)(model(p.x), p.y)
-        value.backward()
-        gradients = [model.variational_strategy.inducing_points.grad, model.covar_module.raw_outputscale.grad]
-        q = model.eval()(p.x[:6])
-        results.append((value, gradients, q.mean, q.covariance_matrix))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cost and caches
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Cost and caches --------------------------------------------------------------------------------------------------
 
 
 def test_scales_of_every_conditional():
@@ -287,21 +258,6 @@ def test_scales_of_every_conditional():
             model.variational_strategy.conditional.m = 0.7
         value = 17 * TighterELBO(make_noise(j.p.noise[0]), model, 17)(model(j.p.x, **kwargs), j.p.y)
         torch.testing.assert_close(value, j.uncollapsed(q_u, q_v, scale), rtol=1e-9, atol=0.0)
-
-
-def test_natural_gradient_steps_reach_the_closed_form():
-    j = Joint(25)
-    kinds = (NaturalVariationalDistribution, NaturalVariationalDistribution)
-    model = make_solve_gp(j.z, j.o, j.kernel, distributions=kinds).train()
-    likelihood = make_noise(j.p.noise[0])
-    mll = TighterELBO(likelihood, model, 17)
-    optimizer = gpytorch.optim.NGD(list(model.variational_parameters()), num_data=17, lr=0.5)
-    for _ in range(80):
-        optimizer.zero_grad()
-        (-mll(model(j.p.x), j.p.y)).backward()
-        optimizer.step()
-    value = tighter_gp.evaluate_bound(model, likelihood, j.p.x, j.p.y)
-    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-8, atol=0.0)
 
 
 def two_of(seed: int):
@@ -379,9 +335,7 @@ def test_lmc_has_the_sum_of_the_kls_and_the_tighter_bound_is_higher():
     torch.testing.assert_close(17 * (tight - base), 0.5 * (ratio - torch.log(1 + ratio)).sum(), rtol=1e-7, atol=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies and fantasies
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Copies and fantasies ---------------------------------------------------------------------------------------------
 
 
 def test_state_dict_round_trip():
@@ -396,9 +350,7 @@ def test_state_dict_round_trip():
     torch.testing.assert_close(other.eval()(j.p.x).covariance_matrix, model.eval()(j.p.x).covariance_matrix)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bad input
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jitter_val", [None, 1e-4])

@@ -80,9 +80,7 @@ def test_labels_that_are_true_or_false_train_as_zero_and_one(natural):
         assert fit(labels).loss == pytest.approx(expected, rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arguments --------------------------------------------------------------------------------------------------------
 
 
 class Stimuli(likelihoods.likelihood._OneDimensionalLikelihood):

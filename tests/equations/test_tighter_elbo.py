@@ -261,35 +261,6 @@ def test_mini_batches_average_to_the_full_bound(name, kind):
     torch.testing.assert_close(weighted, mll(call(model), y), rtol=1e-12, atol=0.0)
 
 
-def test_a_batch_of_models_has_one_bound_each():
-    batch = torch.Size([3])
-    kernel = gpytorch.kernels.ScaleKernel(
-        gpytorch.kernels.RBFKernel(ard_num_dims=2, batch_shape=batch), batch_shape=batch
-    )
-    kernel.outputscale = torch.tensor([0.5, 1.0, 2.0])
-    kernel.base_kernel.lengthscale = torch.tensor([[[0.6, 0.8]], [[1.0, 1.2]], [[0.9, 0.7]]])
-    model = randomize_q(make_gp(P.z, kernel, batch_shape=batch, jitter_val=1e-4))
-    likelihood = GaussianLikelihood(batch_shape=batch)
-    likelihood.noise = torch.tensor([[0.1], [0.2], [0.05]])
-    y = P.y + torch.randn(3, N)
-    together = log_prob_of(likelihood, model, y=y)
-    shared_y = log_prob_of(likelihood, model)
-    assert together.shape == batch
-    for i in range(3):
-        single = make_gp(
-            P.z,
-            make_kernel("rbf", kernel.outputscale[i].item(), kernel.base_kernel.lengthscale[i, 0].detach()),
-            (
-                model.variational_strategy._variational_distribution.variational_mean[i].detach(),
-                model.variational_strategy._variational_distribution.chol_variational_covar[i].detach(),
-            ),
-            jitter_val=1e-4,
-        )
-        noise = make_noise(likelihood.noise[i, 0].detach())
-        torch.testing.assert_close(together[i], log_prob_of(noise, single, y=y[i]))
-        torch.testing.assert_close(shared_y[i], log_prob_of(noise, single))
-
-
 # -- Gaussian noise in all of GPyTorch's forms --------------------------------------------------------------------------
 
 FIXED = torch.linspace(0.02, 0.5, N, dtype=torch.float64)
@@ -300,16 +271,6 @@ def fixed_noise(learned):
     if learned is not None:
         likelihood.second_noise = learned
     return likelihood
-
-
-@pytest.mark.parametrize("learned", [None, 0.11])
-@pytest.mark.parametrize("name", ["optimal", "beta"])
-def test_fixed_noise_has_one_scale_per_point(learned, name):
-    model, likelihood = gp(conditional=name), fixed_noise(learned)
-    reference = Dense(model, FIXED + (learned or 0.0))
-    expected = reference.per_datum(scales(model, reference))
-    torch.testing.assert_close(log_prob_of(likelihood, model), expected, rtol=1e-11, atol=0.0)
-    torch.testing.assert_close(log_prob_of(likelihood, model, noise=FIXED), expected, rtol=1e-11, atol=0.0)
 
 
 @pytest.mark.parametrize("learned", [None, 0.11])
@@ -482,35 +443,6 @@ def test_scaled_points_are_not_mixed():
     misfit = ((P.y - scale * q.mean).square() + scale.square() * explained) / 0.3
     terms = -0.5 * (math.log(2 * math.pi * 0.3) + misfit + ratio.log1p()).sum()
     torch.testing.assert_close(N * value, terms - model.variational_strategy.kl_divergence())
-
-
-class Weighted(tighter_gp.likelihoods.BernoulliLogitLikelihood):
-    def expected_log_prob(self, y, q, *args, weights=None, **kwargs):
-        return weights * super().expected_log_prob(y, q, *args, **kwargs)
-
-
-class Exposed(tighter_gp.likelihoods.PoissonLikelihood):
-    def forward(self, f, *args, exposure=None, **kwargs):
-        return torch.distributions.Poisson(exposure * f.exp())
-
-    def expected_log_prob(self, y, q, *args, exposure=None, **kwargs):
-        rate = exposure * (q.mean + q.variance / 2).exp()
-        return y * (q.mean + exposure.log()) - rate - torch.lgamma(y + 1)
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Weighted, "weights"), (Exposed, "exposure")])
-def test_a_density_derived_from_one_of_ours_is_the_one_that_is_trained(kind, name):
-    model, y = gp(), (P.y > 0).double()
-    values = []
-    for value in (0.5, 1.0, 30.0):
-        given = {name: torch.full((N,), value)}
-        ours, standard = (
-            3 * objective(kind(), model, N)(model(P.x), y, **given) for objective in (TighterELBO, VariationalELBO)
-        )
-        assert ours >= standard  # at the same q(u)
-        values.append(standard.item())
-        assert ours - standard < 0.2 * abs(standard)
-    assert len({round(value, 3) for value in values}) == 3
 
 
 class T10(gpytorch.likelihoods.GaussianLikelihood):

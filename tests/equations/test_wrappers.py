@@ -16,7 +16,7 @@ from linear_operator import to_linear_operator
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import GP, make_gp, make_kernel, make_noise
+from tests.tools.factories import GP, make_kernel, make_noise
 from tighter_gp import TighterELBO
 
 N, M, D, P, K, B = 11, 5, 2, 3, 2, 4
@@ -107,9 +107,7 @@ def inputs(*batch: int):
     return 3 * torch.rand(*batch, N, D), torch.randn(*batch, N, P)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Independent tasks, Gaussian noise
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Independent tasks, Gaussian noise --------------------------------------------------------------------------------
 
 
 def dense_independent(model, x, y, noise, members):
@@ -160,17 +158,6 @@ def test_tasks_that_repeat_one_function_share_its_scale_and_pay_once(batch):
     assert_same_value_and_gradients(model, likelihood, actual, torch.stack(values).view(batch))
 
 
-def test_scale_one_is_the_standard_bound_under_every_wrapper():
-    for wrap, batch in ((independent(), (P,)), (lmc(), (K,))):
-        model, (x, y) = make_model(wrap, batch, conditional="scalar"), inputs()
-        likelihood, _ = task_noise()
-        model.variational_strategy.base_variational_strategy.conditional.m = 1 - 1e-12
-        stock = make_model(wrap, batch, strategy=gpytorch.variational.VariationalStrategy)
-        actual = tighter_gp.TighterELBO(likelihood, model, NUM_DATA)(model(x), y)
-        expected = VariationalELBO(likelihood, stock, NUM_DATA)(stock(x), y)
-        close(actual, expected, rtol=1e-8)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("wrap", "batch"), [(independent(), (P,)), (lmc(), (K,))])
 def test_gpytorchs_objective_has_the_gradients_of_its_own_strategy_under_every_wrapper(wrap, batch, training):
@@ -183,9 +170,7 @@ def test_gpytorchs_objective_has_the_gradients_of_its_own_strategy_under_every_w
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear model of coregionalisation, Gaussian noise
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Linear model of coregionalisation, Gaussian noise ----------------------------------------------------------------
 
 
 def dense_lmc(model, x, y, noise, members, jitter=1e-7):
@@ -213,9 +198,7 @@ def test_lmc_scales_weigh_the_tasks_that_see_a_latent(latent_dim, batch):
     assert_same_value_and_gradients(model, likelihood, actual, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One task per point
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One task per point -----------------------------------------------------------------------------------------------
 
 TASKS = torch.tensor([0, 2, 1, 1, 0, 2, 2, 2, 0, 1, 2])
 
@@ -254,9 +237,7 @@ def test_task_indices_in_an_lmc_scale_each_latent_by_the_task_of_the_point():
     assert_same_value_and_gradients(model, likelihood, actual, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Classification
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Classification ---------------------------------------------------------------------------------------------------
 
 
 def learned(name, conditional, member, d):
@@ -335,67 +316,9 @@ def test_softmax_bound_is_the_dense_one_at_the_same_draws(name, mixing_weights, 
     assert_same_value_and_gradients(model, likelihood, actual, expected)
 
 
-def test_softmax_of_an_lmc_draws_correlated_tasks_together():
-    model, (x, _) = make_model(lmc(), (K,), conditional="beta"), inputs()
-    set_learned(model, "beta", (K,))
-    likelihood, labels = SoftmaxLikelihood(num_classes=P, mixing_weights=False), torch.arange(N) % 3
-    torch.manual_seed(5)
-    actual = tighter_gp.TighterELBO(likelihood, model, NUM_DATA)(model(x), labels)
-    torch.manual_seed(5)
-    draws, W = torch.randn(10, N, P), model.variational_strategy.lmc_coefficients
-    expected = softmax_value(
-        model, likelihood, "beta", x, labels, [(k,) for k in range(K)], draws, coefficients=W, jitter=1e-7
-    )
-    assert_same_value_and_gradients(model, likelihood, actual, expected)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels of patches and of learned features
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Kernels of patches and of learned features -----------------------------------------------------------------------
 
 SIDE, PATCH = 4, 2
-
-
-def patches(images):
-    """All PATCH x PATCH windows of square images, ... x N x W x PATCH^2."""
-    square = images.view(*images.shape[:-1], SIDE, SIDE)
-    windows = square.unfold(-2, PATCH, 1).unfold(-2, PATCH, 1)
-    return windows.reshape(*images.shape[:-1], -1, PATCH * PATCH)
-
-
-class PatchKernel(gpytorch.kernels.Kernel):
-    """Mean of a kernel over all pairs of patches, so that a pattern counts wherever it is."""
-
-    has_lengthscale = False
-
-    def __init__(self, base_kernel):
-        super().__init__()
-        self.base_kernel = base_kernel
-
-    def forward(self, x1, x2, diag=False, **params):
-        first, second = patches(x1), patches(x2)
-        if diag:
-            return self.base_kernel(first, second).to_dense().mean((-1, -2))
-        pairs = self.base_kernel(first.unsqueeze(-3), second.unsqueeze(-4)).to_dense()
-        return pairs.mean((-1, -2))
-
-
-def test_patch_kernel_gives_the_dense_bound():
-    x, z, y = torch.rand(N, SIDE**2), torch.rand(M, SIDE**2), torch.randn(N)
-    lengthscales = 0.4 + torch.rand(PATCH**2)
-    q = dense.random_q(M)
-    base = make_kernel("rbf", 0.8, lengthscales)
-    model, likelihood = make_gp(z, PatchKernel(base), q), make_noise(0.1)
-    k = lambda a, b: dense.rbf(patches(a).unsqueeze(-3), patches(b).unsqueeze(-4), 0.8, lengthscales).mean((-1, -2))
-    Kuu, Kuf, Kff = k(z, z), k(z, x), k(x, x)
-    Q = Kuf.T @ torch.linalg.inv(Kuu) @ Kuf
-    noise = torch.full((N,), 0.1)
-    problem = dense.Problem(x, y, z, noise, Kuu, Kuf, Kff, Q, Kff - Q, 0.8, lengthscales, "rbf")
-    expected = dense.uncollapsed(problem, q[0], q[1] @ q[1].T, noise / (noise + problem.d))
-    actual = N * tighter_gp.TighterELBO(likelihood, model, N)(model(x), y)
-    close(actual, expected, rtol=1e-8)
-    actual.backward()
-    assert all(torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0 for p in base.parameters())
 
 
 class DeepKernelGP(gpytorch.models.ApproximateGP):
@@ -485,24 +408,6 @@ def test_a_point_without_a_label_pays_for_none_of_its_functions(num_points):
         paid = num_points * mll(model(x), labels).conditional
     expected = (num_points - 1) * price(scales).sum()
     torch.testing.assert_close(paid, expected)
-
-
-@pytest.mark.parametrize("wrap", ["independent", "lmc"])
-def test_the_best_scales_of_a_point_without_a_label_cost_nothing(wrap):
-    wrappers = {
-        "independent": lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3),
-        "lmc": lambda s: LMCVariationalStrategy(s, num_tasks=3, num_latents=3),
-    }
-    model = classes(wrappers[wrap])
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
-    mll = TighterELBO(likelihood, model, 3, combine_terms=False)
-    x, labels = torch.arange(3.0).unsqueeze(-1), torch.tensor([0.0, math.nan, 2.0])
-    paid = []
-    for rows in (slice(None), [0, 2]):
-        torch.manual_seed(0)
-        with gpytorch.settings.observation_nan_policy("fill"), gpytorch.settings.num_likelihood_samples(20000):
-            paid.append(len(labels[rows]) * mll(model(x[rows]), labels[rows]).conditional)
-    torch.testing.assert_close(*paid, rtol=0.05, atol=1e-3)
 
 
 def test_learned_scales_follow_their_task_to_another_dimension():

@@ -6,10 +6,8 @@ import itertools
 import math
 
 import gpytorch
-import numpy as np
 import pytest
 import torch
-from gpytorch.likelihoods import GaussianLikelihood
 
 from tests.gplvm.test_elbo import curve
 from tests.tools import dense
@@ -219,28 +217,6 @@ def test_model_is_the_pure_bound_per_datum(bound):
     value = collapsed.tighter_bound(problem, model.nodes, model.weights) if function is None else function(problem)
     close(model() * 60, value.detach())
     assert problem.noise.shape == (1,)
-
-
-@pytest.mark.parametrize("bound", ["titsias", "constant", "tighter"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_lbfgs_raises_the_bound(bound, missing):
-    y = curve()
-    if missing:
-        y[torch.rand(y.shape) < 0.3] = torch.nan
-    model = make_model(y, bound, GaussianLikelihood(batch_shape=torch.Size([5])) if missing else None)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=25, line_search_fn="strong_wolfe")
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = -model()
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    optimizer.step(closure)
-    assert (-model()).item() < losses[0] - 1
-    assert np.isfinite(losses).all()
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -6,10 +6,8 @@ import matplotlib as mpl
 import pytest
 import torch
 from gpytorch.mlls import VariationalELBO
-from gpytorch.variational import VariationalStrategy
 from torch.distributions import Normal
 
-import tighter_gp
 from tests.gplvm.test_elbo import Toy, curve
 from tests.tools.support import assert_state, state
 from tighter_gp.gplvm import (
@@ -122,22 +120,6 @@ def test_inference_maximises_the_bound_of_the_new_rows(trained, objective):
         with torch.no_grad():
             values.append(elbo.at(q_x.sample((200,)), q_x, new).bound)
     assert values[0] < values[1] < values[2] + 0.05
-
-
-@pytest.mark.parametrize("strategy", [tighter_gp.TighterVariationalStrategy, VariationalStrategy])
-@pytest.mark.parametrize("per_output", [False, True])
-def test_predictions_at_points_are_those_of_the_gp(strategy, per_output):
-    toy = Toy(per_output=per_output)
-    model = toy.model(variational_strategy=strategy).eval()
-    x = toy.x[0]
-    with torch.no_grad():
-        q_f = model(x)
-    noise = toy.noise.unsqueeze(-1) if per_output else toy.noise
-    mean, variance = model.reconstruct(x)
-    close(mean, q_f.mean.mT)
-    close(variance, (q_f.covariance_matrix.diagonal(dim1=-1, dim2=-2) + noise).mT)
-    expected = Normal(mean, variance.sqrt()).log_prob(toy.y)
-    close(model.log_density(toy.y, x), expected)
 
 
 def test_no_rows_give_no_values(trained):

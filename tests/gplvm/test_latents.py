@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from gpytorch.priors import NormalPrior
@@ -154,23 +153,6 @@ def test_from_data_is_seeded_and_takes_dtype_and_kernel_from_its_arguments():
     assert torch.equal(points[0], points[1])
     assert not torch.equal(points[0], points[2])
     assert {p.dtype for p in BayesianGPLVM.from_data(y.float(), 2, 6).parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_model_starts_from_an_array_as_from_a_tensor(dtype):
-    Y = np.random.default_rng(0).normal(size=(30, 4)).astype(dtype)
-    mask = np.random.default_rng(1).random((30, 4)) > 0.1
-    models = [
-        BayesianGPLVM.from_data(
-            data, latent_dim=2, num_inducing=5, mask=seen, generator=torch.Generator().manual_seed(0)
-        )
-        for data, seen in ((Y, mask), (torch.tensor(Y), torch.tensor(mask)))
-    ]
-    found, wanted = (model.state_dict() for model in models)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert models[0].latents.mean.dtype == torch.tensor(Y).dtype
-    q_x = models[0].infer_latents(Y[:3], mask[:3], num_steps=2)
-    assert models[0].log_density(Y[:3], q_x).shape == (3, 4)
 
 
 BAD = {

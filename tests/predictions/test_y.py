@@ -163,18 +163,6 @@ def test_improbable_label_has_its_logarithm():
     close(actual, special.log_ndtr(np.array([-30.0, -200.0]) / np.sqrt([2.0, 5.0])))
 
 
-@pytest.mark.parametrize("noise", [1e-8, 1e-4, 1.0, 1e4])
-def test_noise_much_smaller_or_larger_than_the_variance_of_f(noise):
-    """Where a fixed rule of quadrature misses the peak: the Gaussian answer is the limit of many degrees of freedom."""
-    likelihood = student_t()
-    likelihood.deg_free, likelihood.noise = 1e7, noise
-    targets = torch.tensor([0.2, -1.0, 1.9, -3.0, 2.5])
-    expected = stats.norm(MEAN, np.sqrt(VARIANCE + noise)).logpdf(targets)
-    close(tighter_gp.log_density(likelihood, q_of(), targets), expected, rtol=1e-4, atol=1e-4)
-    quantile = tighter_gp.PredictiveDistribution(likelihood, q_of()).quantile(0.9)
-    close(quantile, stats.norm(MEAN, np.sqrt(VARIANCE + noise)).ppf(0.9), rtol=1e-4, atol=1e-6)
-
-
 def test_missing_targets_give_nan_and_leave_the_others_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -370,23 +358,6 @@ def test_quantiles_of_own_likelihoods(name, p):
             assert abs(reached - p) < tolerance
 
 
-@pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_density_where_a_link_function_underflows(mean, monkeypatch):
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # which Pyro turns off
-
-    class Rate(likelihoods.likelihood._OneDimensionalLikelihood):
-        def forward(self, function_samples, **kwargs):
-            return torch.distributions.Exponential(function_samples.exp())
-
-    q = q_of(np.full(3, mean), np.array([4.0, 9.0, 25.0]))
-    targets = np.array([0.3, 1.0, 20.0])
-    found = tighter_gp.log_density(Rate(), q, torch.as_tensor(targets))
-    for variance, y, value in zip((4.0, 9.0, 25.0), targets, found, strict=True):
-        f = mean + math.sqrt(variance) * GRID
-        close(value, special.logsumexp(np.log(WEIGHT) + f - np.exp(f) * y), rtol=1e-7)
-    assert torch.distributions.Distribution._validate_args  # torch looks at parameters as before
-
-
 def test_own_likelihood_of_two_functions():
     num_points = 4
     mean, variance = torch.randn(2, num_points), torch.rand(2, num_points)
@@ -432,19 +403,6 @@ def test_deep_gp_is_a_mixture_over_draws_of_its_layers():
     assert torch.equal(torch.get_rng_state(), state)
     binary = tighter_gp.predict_y(model, BernoulliLogitLikelihood(), x)
     close(binary.variance, binary.probs * (1 - binary.probs))
-
-
-def test_batch_of_models_is_scored_member_by_member():
-    mean, variance = torch.randn(2, 5), torch.rand(2, 5) + 0.1
-    q = MultivariateNormal(mean, DiagLinearOperator(variance))
-    for likelihood in (make_noise(0.3), PoissonLikelihood(), laplace()):
-        targets = torch.arange(5.0)
-        whole = tighter_gp.PredictiveDistribution(likelihood, q)
-        for member in range(2):
-            alone = tighter_gp.PredictiveDistribution(likelihood, q_of(mean[member], variance[member]))
-            close(whole.log_prob(targets)[member], alone.log_prob(targets))
-            close(whole.quantile(0.7)[member], alone.quantile(0.7))
-            close(whole.variance[member], alone.variance)
 
 
 NOISE = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Device discipline without a GPU: a training step runs on the meta device, reads back one value, and multiplies in full precision."""
+"""Device discipline without a GPU: a step runs on the meta device, reads back one value, and multiplies in full precision."""
 
 from __future__ import annotations
 

@@ -68,6 +68,7 @@ def wheel(sdist) -> Path:
     return sdist.parent / run(sys.executable, "-c", BUILD, "wheel", sdist.parent, cwd=sdist).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name == f"tighter_gp-{tighter_gp.__version__}-py3-none-any.whl"
@@ -81,6 +82,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     assert "# tighter_gp" in metadata
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_in_an_empty_environment(wheel, tmp_path):
     venv.create(tmp_path / "empty", with_pip=False)
     python = tmp_path / "empty" / "bin" / "python"

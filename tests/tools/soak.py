@@ -34,11 +34,11 @@ from pathlib import Path
 import gpytorch
 import torch
 from gpytorch.mlls import VariationalELBO
-from torch import Tensor
 
 import tighter_gp
 from tests.tools import adversarial
 from tests.tools.adversarial import Problem, Setting
+from tests.tools.audit import covariance
 
 # The same jitter in both precisions, so that they can be compared.
 JITTER = 1e-4
@@ -93,15 +93,6 @@ FORMS = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def covariance(x: Tensor, kernel: str, variance: Tensor, lengthscale: Tensor) -> Tensor:
-    """Of the prior at x, written out."""
-    squared = ((x.unsqueeze(-2) - x.unsqueeze(-3)) / lengthscale).square().sum(-1)
-    if kernel == "rbf":
-        return variance * torch.exp(-0.5 * squared)
-    r = (5 * squared).sqrt()
-    return variance * (1 + r + r.square() / 3) * torch.exp(-r)
-
-
 def wrong_values(problem: Problem, setting: Setting, objective) -> list[str]:
     """What is wrong with the bound at the current parameters; empty if nothing is."""
     narrow, likelihood, x, y = problem
@@ -118,7 +109,7 @@ def wrong_values(problem: Problem, setting: Setting, objective) -> list[str]:
     with torch.no_grad():
         variance, noise = wide.covar_module.outputscale, wide_likelihood.noise.squeeze()
         targets = y - wide.mean_module(x)
-        prior = covariance(x, setting.kernel, variance, wide.covar_module.base_kernel.lengthscale)
+        prior = covariance(wide.covar_module, x, x)
         values, vectors = torch.linalg.eigh(prior + noise * torch.eye(len(y), dtype=x.dtype))
     values = values.clamp_min(float(noise))  # which they are, but for rounding
     quadratic = ((vectors.mT @ targets).square() / values).sum()

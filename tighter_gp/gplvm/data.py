@@ -21,7 +21,8 @@ def as_observed(
     :param num_outputs: :math:`P`, if it is known.
     :return: The data, and the observed entries or None if none is missing.
     """
-    targets, mask = (torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in (targets, mask))
+    targets = torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
+    mask = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
         raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")

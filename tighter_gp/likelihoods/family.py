@@ -90,10 +90,10 @@ def _changed(known: Family, changed: set[str]) -> Family:
 
 def has_own_noise(likelihood: Any) -> bool:
     """Whether the noise of a Gaussian likelihood may be another than its ``noise``: by a method or a noise model of your own."""
-    methods = [type(likelihood)._shaped_noise_covar]
-    if getattr(likelihood, "noise_covar", None) is not None:
-        methods.append(type(likelihood.noise_covar).forward)
-    return any(not method.__module__.startswith("gpytorch.") for method in methods)
+    if not type(likelihood)._shaped_noise_covar.__module__.startswith("gpytorch."):
+        return True
+    model = getattr(likelihood, "noise_covar", None)
+    return model is not None and not type(model).forward.__module__.startswith("gpytorch.")
 
 
 def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.Size, **kwargs: Any) -> Tensor:
@@ -110,7 +110,7 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
         return _noise_of_tasks(likelihood, event_shape, **kwargs)
     if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
         noise = likelihood.noise
-        return noise.reshape(*noise.shape[:-1], *(1 for _ in event_shape))
+        return noise.reshape(*noise.shape[:-1], *[1] * len(event_shape))
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase) and getattr(likelihood, "rank", 0) > 0:
         raise TypeError(
             f"{type(likelihood).__name__} with rank > 0 correlates the noise of the tasks. GPyTorch's expected log "

@@ -79,7 +79,8 @@ def check_shape(likelihood: Any, q: MultivariateNormal, y: Tensor) -> None:
         is_softmax or family(likelihood).has_one_function or family(likelihood).is_gaussian
     ):
         allowed = [q.event_shape[:1], *allowed]
-    if not any(_fits(y.shape, q.batch_shape, event_shape) for event_shape in allowed):
+    fits = y.shape == q.mean.shape and not is_softmax  # nearly always
+    if not fits and not any(_fits(y.shape, q.batch_shape, event_shape) for event_shape in allowed):
         wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in allowed)
         hint = "For a single output squeeze a trailing dimension of one."
         if is_softmax and y.shape[-1:] == (likelihood.num_classes,):

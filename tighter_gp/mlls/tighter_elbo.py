@@ -20,7 +20,7 @@ from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.family import family, observed
 from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
-from ..strategies import TighterStrategy, gp_of
+from ..strategies import TighterStrategy
 from .data_terms import DataTerms, carried_terms, carrier_of, no_closed_form
 from .priors import log_prior
 from .wrapped import wrapped_divergence
@@ -80,8 +80,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
 
     :param likelihood: The likelihood.
     :param model: An :class:`~gpytorch.models.ApproximateGP` built on a strategy of this package, perhaps inside one of
-        GPyTorch's multitask strategies, a module that holds one behind a network, or a
-        :class:`~gpytorch.models.deep_gps.DeepGP` of such layers.
+        GPyTorch's multitask strategies, or a :class:`~gpytorch.models.deep_gps.DeepGP` of such layers. Of a module that holds a
+        network and a GP, its GP.
     :param num_data: The total number of training points :math:`N`.
     :param beta: Factor on both KL divergences, that of q(u) and that of the conditional; below 1 the value is no bound.
     :param combine_terms: Whether to return the sum (default) or :class:`~tighter_gp.mlls.ELBOTerms`.
@@ -101,7 +101,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             raise ValueError(f"num_data is the number of training points; got {num_data}.")
         if not beta > 0:
             raise ValueError(f"beta must be positive; got {beta}.")
-        strategies, known = _tighter_strategies(gp_of(model)), family(likelihood)
+        strategies, known = _tighter_strategies(model), family(likelihood)
         super().__init__(likelihood, model, num_data, beta, combine_terms)
         self._has_seen_targets = False
         if not known.is_gaussian and all(s.conditional.is_gaussian_only for s in strategies):
@@ -127,7 +127,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
         :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
-        carrier, gp = carrier_of(variational_dist_f), gp_of(self.model)
+        carrier, gp = carrier_of(variational_dist_f), self.model
         log_likelihood, conditional = self._data_terms(carrier, variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch

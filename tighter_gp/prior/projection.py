@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -256,7 +257,7 @@ def block(covar: LinearOperator, rows: slice, columns: slice, dtype: torch.dtype
     if _is_kernel(covar):
         return kernels.covariance(covar.kernel, covar.x1.to(dtype), rows, columns, is_selected=True)
     if isinstance(covar, SumLinearOperator):
-        return sum(block(part, rows, columns, dtype) for part in covar.linear_ops)
+        return reduce(torch.add, (block(part, rows, columns, dtype) for part in covar.linear_ops))
     if isinstance(covar, ConstantMulLinearOperator):
         constant = covar.expanded_constant.to(dtype)
         return constant * block(covar.base_linear_op, rows, columns, dtype)
@@ -268,7 +269,7 @@ def diagonal(covar: LinearOperator, rows: slice, dtype: torch.dtype) -> Tensor:
     if _is_kernel(covar):
         return kernels.variance(covar.kernel, covar.x1[..., rows, :].to(dtype), is_selected=True)
     if isinstance(covar, SumLinearOperator):
-        return sum(diagonal(part, rows, dtype) for part in covar.linear_ops)
+        return reduce(torch.add, (diagonal(part, rows, dtype) for part in covar.linear_ops))
     if isinstance(covar, ConstantMulLinearOperator):
         return covar._constant.to(dtype).unsqueeze(-1) * diagonal(covar.base_linear_op, rows, dtype)
     return covar[..., rows, rows].diagonal(dim1=-1, dim2=-2).to(dtype)

@@ -216,9 +216,8 @@ class TighterStrategy(VariationalStrategy):
             learned = [function(residual, index=index).expand_as(residual) for function in choose]
             kept = learned[0] * residual if self.training else residual
         shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
-        lazy = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
-        if self.training and learned:
-            lazy = None
+        whole = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
+        lazy = None if self.training and learned else whole
         return MultivariateNormal(location, Carrier(s + kept, s, residual, *learned, lazy=lazy, origin=origin))
 
     def _covariance(
