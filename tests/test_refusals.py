@@ -146,26 +146,18 @@ CALLS = {
     "an old checkpoint": (lambda: before_whitening()(P.x), NotImplementedError, "before GPyTorch whitened q"),
     # conditionals
     "unknown conditional": (lambda: gp(conditional="tight"), ValueError, "'tight'; choose 'optimal', 'beta', 'scalar'"),
-    "no conditional": (lambda: gp(conditional=0.5), TypeError, "a name or a Conditional; got float"),
     "conditional of another batch": (
         lambda: gp(conditional=BetaConditional(torch.Size([2])), batch_shape=torch.Size([3])),
         (ValueError, RuntimeError),
         r"batch_shape \(2,\).*does not fit|broadcast",
     ),
     "negative beta": (lambda: set_to(BetaConditional(), "beta", -1.0), ValueError, "beta must be positive and finite"),
-    "beta that is NaN": (lambda: set_to(BetaConditional(), "beta", math.nan), ValueError, "beta must be positive"),
     "scale of one": (lambda: set_to(ScalarConditional(), "m", 1.0), ValueError, "strictly between 0 and 1; got"),
-    "scale of a point": (lambda: set_to(PerPoint(3), "m", 1.5), ValueError, "strictly between 0 and 1; got"),
     "per point without index": (lambda: gp(conditional=PerPoint(N))(P.x), ValueError, r"call model\(x, index=rows\)"),
     "per point, validation without index": (
         lambda: elbo(gp(conditional=PerPoint(N)).eval()),
         ValueError,
         r"needs model\(x, index=rows\), also in eval mode",
-    ),
-    "index of another length": (
-        lambda: elbo(gp(conditional=PerPoint(N)), index=torch.arange(3)),
-        (ValueError, RuntimeError),
-        "index|match|size",
     ),
     "index beyond the data": (
         lambda: elbo(gp(conditional=PerPoint(N)), index=torch.arange(1, N + 1)),
@@ -196,7 +188,6 @@ CALLS = {
     ),
     "blocks too small": (lambda: tighter_gp.blocks.partition(P.x, 5, max_size=3), ValueError, "max_size >= 4"),
     "no block per batch": (lambda: sampler(0), ValueError, "between 1 and the 4 blocks"),
-    "more blocks than there are": (lambda: sampler(5), ValueError, "between 1 and the 4 blocks"),
     # the objective
     "no data": (lambda: TighterELBO(make_noise(1), gp(), 0), ValueError, "number of training points; got 0"),
     "no tempering": (lambda: TighterELBO(make_noise(1), gp(), N, beta=0.0), ValueError, "beta must be positive; got"),
@@ -208,11 +199,6 @@ CALLS = {
         "comes from another model",
     ),
     "GPyTorch's strategy": (lambda: elbo(gp(strategy=variational.VariationalStrategy)), TypeError, NOT_OURS),
-    "GPyTorch's strategy, unwhitened": (
-        lambda: elbo(gp(strategy=variational.UnwhitenedVariationalStrategy)),
-        TypeError,
-        NOT_OURS + ".*objective=gpytorch.mlls.VariationalELBO",
-    ),
     "GPyTorch's strategy in a wrapper": (lambda: TighterELBO(MULTITASK(2), wrapped_stock(), N), TypeError, NOT_OURS),
     "a decoupled strategy": (lambda: TighterELBO(make_noise(1), decoupled(), N), TypeError, NOT_OURS),
     "no GP": (
@@ -226,20 +212,10 @@ CALLS = {
         r"only tighter_gp\.TighterELBO subtracts",
     ),
     "standard bound of a scalar": (lambda: standard(conditional="scalar"), TypeError, "would overstate the bound"),
-    "correlated noise": (
-        lambda: elbo(gp(), likelihood=MULTITASK(2, rank=1)),
-        (TypeError, ValueError),
-        "rank=0|shape",
-    ),
     "noise of another batch": (
         lambda: elbo(gp(), P.y[:6], P.x[:6], likelihood=make_noise(torch.ones(N))),
         ValueError,
         r"17 stored noise variances for a batch of 6.*noise=noise\[rows\]",
-    ),
-    "noise of another length": (
-        lambda: elbo(gp(), P.y[:6], P.x[:6], likelihood=make_noise(torch.ones(N)), noise=torch.ones(5)),
-        ValueError,
-        "got noise= of 5 for a batch of 6",
     ),
     "no tasks": (
         lambda: elbo(gp(), likelihood=likelihoods.HadamardGaussianLikelihood(num_tasks=2)),
@@ -253,29 +229,13 @@ CALLS = {
         r"got \(17, 1\).*squeeze a trailing dimension",
     ),
     "few targets": (lambda: elbo(gp(), P.y[:5]), ValueError, r"shape \(17,\) to fit q\(f\); got \(5,\)"),
-    "one target": (lambda: elbo(gp(), P.y[0]), ValueError, r"shape \(17,\) to fit q\(f\); got \(\)"),
-    "targets of another batch": (
-        lambda: elbo(gp(batch_shape=torch.Size([3])), P.y.expand(2, N)),
-        ValueError,
-        r"shape \(3, 17\) to fit q\(f\); got \(2, 17\)",
-    ),
     "missing targets": (
         lambda: elbo(gp(), P.y.where(P.y > 0, NAN)),
         ValueError,
         r"of 17 targets are NaN or infinite; drop them, or .*observation_nan_policy\('fill'\)",
     ),
     "wrong labels in fit": (lambda: fit(likelihood=LOGIT(), y=WRONG), ValueError, BINARY),
-    "wrong labels in an array": (
-        lambda: fit(likelihood=LOGIT(), x=P.x.numpy(), y=WRONG.numpy().astype(np.uint8)),
-        ValueError,
-        BINARY,
-    ),
     "wrong labels in a loader": (lambda: fit(likelihood=LOGIT(), x=loader(WRONG), y=None), ValueError, BINARY),
-    "wrong labels for validation": (
-        lambda: fit(likelihood=LOGIT(), y=WRONG - 1, validation=(P.x, WRONG)),
-        ValueError,
-        BINARY,
-    ),
     "wrong labels in the objective": (lambda: elbo(gp(), WRONG, likelihood=LOGIT()), ValueError, BINARY),
     "wrong labels in a bound": (lambda: tighter_gp.evaluate_bound(gp(), LOGIT(), P.x, WRONG), ValueError, BINARY),
     "one-hot rows": (
@@ -354,7 +314,6 @@ CALLS = {
     ),
     "SGPR, negative jitter": (lambda: sgpr(jitter_val=-1e-6), ValueError, "jitter_val must not be negative; got"),
     "SGPR, missing blocks": (lambda: sgpr(bound="block"), ValueError, "belong together"),
-    "SGPR, needless blocks": (lambda: sgpr(bound="full", blocks=LABELS), ValueError, "belong together"),
     "SGPR scaled": (lambda: evidence(around(ScaleKernel)), TypeError, MIXED),
     "SGPR and another kernel": (lambda: evidence(around(lambda k: k + RBFKernel())), TypeError, MIXED),
     "bound of an SGPR in a product": (
@@ -368,7 +327,6 @@ CALLS = {
     "collapsed, missing targets": (lambda: collapsed(y=P.y * NAN), ValueError, "y holds NaN"),
     "collapsed, few targets": (lambda: collapsed(y=P.y[:5]), ValueError, "x of shape N x D and y of shape N; got"),
     "collapsed, a column": (lambda: bound(y=P.y[:, None]), ValueError, r"got \(17, 2\) and \(17, 1\)"),
-    "collapsed, other inputs": (lambda: collapsed().predict(P.x[:, :1]), (ValueError, RuntimeError), "2|size|shape"),
     "collapsed twice differentiated": (
         lambda: torch.autograd.grad(
             bound(noise=(raw := torch.tensor(0.5, requires_grad=True)).exp()), raw, create_graph=True

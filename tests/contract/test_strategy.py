@@ -85,37 +85,6 @@ def change_outputscale(model):
     model.covar_module.outputscale = 2.3
 
 
-def change_lengthscale(model):
-    model.covar_module.base_kernel.lengthscale = torch.tensor([0.5, 1.9])
-
-
-def change_mean(model):
-    model.mean_module.initialize(constant=-1.0)
-
-
-def change_inducing_points(model):
-    model.variational_strategy.inducing_points.data.add_(0.2)
-
-
-def change_q(model):
-    randomize_q(model, seed=5)
-
-
-CHANGES = [change_outputscale, change_lengthscale, change_mean, change_inducing_points, change_q]
-
-
-@FORMS
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_parameter_changed_in_eval_mode_changes_the_prediction(form, change):
-    model = gp(form).eval()
-    model(X_TEST).variance.sum()  # with a graph
-    before = prediction(model)  # and without
-    change(model)
-    after = prediction(model)
-    assert not torch.equal(before[0], after[0]) or not torch.equal(before[1], after[1])
-    assert_equal(after, prediction(stock_like(model, form)))
-
-
 def gradients(model, x):
     """Of a function of mean and covariance, with respect to x and to every parameter that takes part."""
     x = x.clone().requires_grad_()
@@ -138,22 +107,6 @@ def test_backward_passes_in_eval_mode_can_be_repeated(form, frozen):
             assert (actual is None) == (wanted is None)
             if wanted is not None:
                 torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-10)
-
-
-@FORMS
-@pytest.mark.parametrize("frozen", [False, True])
-def test_inference_mode_leaves_nothing_behind_that_autograd_cannot_use(form, frozen):
-    model = gp(form).eval()
-    model.requires_grad_(not frozen)
-    with torch.inference_mode():
-        first = model(X_TEST).variance.clone()
-    gradient = gradients(model, X_TEST)[0]
-    with torch.no_grad():
-        torch.testing.assert_close(model(X_TEST).variance, first, rtol=1e-9, atol=1e-10)
-    with torch.inference_mode():
-        assert torch.equal(model(X_TEST).variance, first)
-    expected = gradients(stock_like(model, form), X_TEST)[0]
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------------
