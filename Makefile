@@ -1,10 +1,10 @@
-# Two commands for everyone: `make demo` and `make test`. Each makes .venv on first use.
+# `make demo` shows it, `make test` before every commit, `make check` before a release. Each makes .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest coverage soak lower-cuda mutants notebooks docs peers test-versions clean
+.PHONY: demo test lint types pytest check coverage soak mutants notebooks docs peers test-versions clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
@@ -22,9 +22,17 @@ types: $(STAMP)
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
-# The same, with the lines and branches that no test reaches, which takes longer. At least 98 per cent must be reached.
+# What trains for seconds, compiles or starts processes; five minutes of training on badly conditioned problems; twenty
+# faults in the mathematics, each of which a test must notice; a hundred random models against dense references.
+check: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.soak --minutes 5 --no-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.audit --count 100
+	$(BIN)/python -m tests.tools.mutation --count 20
+
+# All tests, with the lines and branches that no test reaches, which takes longer. At least 98 per cent must be reached.
 coverage: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m 'slow or not slow' --cov --cov-report term:skip-covered
 
 # Twenty minutes of training on badly conditioned problems, then the long property and survival tests.
 soak: $(STAMP)
@@ -33,10 +41,6 @@ soak: $(STAMP)
 # Break the mathematics in eighty ways; a test must notice.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.tools.mutation
-
-# Compile captured training steps for a GPU that is not there; needs torch's CUDA wheel, and says so.
-lower-cuda: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.accelerator.lower_cuda
 
 # Run the tutorials from top to bottom and keep what they print and draw.
 notebooks: $(STAMP)

@@ -255,36 +255,23 @@ def quality_picture() -> str:
     )
 
 
-def step_times(columns: dict[str, str], kind: str = "speed") -> tuple[str, list[dict[str, float]]]:
-    """Milliseconds of one step, and the same as numbers."""
+def steps() -> str:
+    """Milliseconds of one step in a loop of one's own, and our share of GPyTorch's time."""
     lines = lines_of("speed")
     times = {
         (line["num_inducing"], line["batch_size"]): dict(line["milliseconds"])
         for line in lines
-        if line["experiment"] == kind
+        if line["experiment"] == "speed"
     }
     for line in lines:
         if line["experiment"] == "speed peers":
             times[line["num_inducing"], line["batch_size"]][line["method"]] = line["milliseconds"]
-    names = [name for name in columns if any(name in at for at in times.values())]
+    names = [name for name in STEPS if any(name in at for at in times.values())]
     rows = [[f"{m}, {b}", *(f"{at[name]:.1f}" if name in at else "" for name in names)] for (m, b), at in times.items()]
-    return table(["M, B", *(columns[name] for name in names)], rows), list(times.values())
-
-
-def steps() -> str:
-    """Steps of a loop of one's own, and our share of GPyTorch's time."""
-    text, times = step_times(STEPS)
-    ratio = statistics.geometric_mean(at["t-svgp"] / at["gpytorch svgp"] for at in times)
+    text = table(["M, B", *(STEPS[name] for name in names)], rows)
+    ratio = statistics.geometric_mean(at["t-svgp"] / at["gpytorch svgp"] for at in times.values())
     threads = lines_of("speed")[0]["threads"]
     return f"{text}\n\nGeometric mean of T-SVGP's share of GPyTorch's time: {ratio:.2f} ({threads} threads)."
-
-
-def fit_steps() -> str:
-    """Steps of ``fit``."""
-    ways = {"adam": "Adam alone", "natural": "natural gradients", "natural, compiled": "the same, compiled"}
-    text, times = step_times(ways, "speed fit")
-    ratio = statistics.geometric_mean(at["natural"] / at["adam"] for at in times)
-    return f"{text}\n\nGeometric mean of natural gradients over Adam: {ratio:.2f}."
 
 
 def versions() -> str:
@@ -327,7 +314,6 @@ BLOCKS = {
     "million": million,
     "neighbours": neighbours,
     "steps": steps,
-    "fit-steps": fit_steps,
     "quality-picture": quality_picture,
     "quality": quality,
     "recipes": lambda: recipes.differences(lines_of("recipes")),

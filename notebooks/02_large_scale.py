@@ -186,7 +186,7 @@ def die_halfway(step):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    checkpoint = {"checkpoint": Path(folder) / "run.pt", "checkpoint_every": 4}
+    checkpoint = {"checkpoint": Path(folder) / "run.pt", "recipe": tighter_gp.Recipe(checkpoint_every=4)}
     few = {"batch_size": batch_size, "steps": 10, "seed": 1}
 
     model, likelihood = make(points)
@@ -205,23 +205,16 @@ print("losses are the same:", whole.loss == resumed.loss)
 # %% [markdown]
 # ## Natural gradients
 #
-# q(u) is a Gaussian, and a step along its natural gradient often needs fewer iterations than Adam. Give q(u) its natural
-# form and say so to `fit`; Adam trains the rest. Both runs below see the same batches.
+# q(u) is a Gaussian, and a step along its natural gradient often needs fewer iterations than Adam. `fit` takes it by default,
+# whatever the form of q(u), and Adam trains the rest; `Recipe(natural=0)` leaves all to Adam. Both runs see the same batches.
 
 # %%
-runs = {"Adam": (gpytorch.variational.CholeskyVariationalDistribution, False)}
-runs["natural gradients"] = (gpytorch.variational.NaturalVariationalDistribution, 0.1)
+recipes = {"Adam": tighter_gp.Recipe(natural=0), "natural gradients": tighter_gp.Recipe()}
 curves = {}
-for name, (form, natural_gradients) in runs.items():
-    model, likelihood = make(points, form=form)
-    curves[name] = tighter_gp.fit(
-        model,
-        likelihood,
-        train_x,
-        train_y,
-        natural_gradients=natural_gradients,
-        **{**settings, "epochs": max(2, epochs // 2)},
-    )
+for name, recipe in recipes.items():
+    model, likelihood = make(points)
+    options = {**settings, "epochs": max(2, epochs // 2), "recipe": recipe}
+    curves[name] = tighter_gp.fit(model, likelihood, train_x, train_y, **options)
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
 for (name, history), colour, line in zip(curves.items(), (BLUE, VERMILION), ("-", "--"), strict=True):
@@ -261,54 +254,29 @@ print(f"tighter bound per datum: {before:.4f} before, {after:.4f} after")
 print(tighter_gp.diagnose(model, likelihood, train_x, train_y))
 
 # %% [markdown]
-# ## A compiled step
+# ## Compiled steps
 #
-# With small batches much of a step is overhead of Python. `CompiledStep` captures loss, gradients and update in one graph
-# with `torch.compile`. It needs a C++ compiler; without one the same graph runs uncompiled, as in the quick version of
-# this notebook. The first call compiles and is slow.
+# With small batches much of a step is overhead of Python. In long runs on a CPU with a C++ compiler `fit` compiles its steps
+# by itself; `Recipe(compile=...)` decides it for you. The first step then takes seconds.
 
 # %%
 can_compile = not QUICK and any(map(shutil.which, ("g++", "clang++", "cl")))
-options = {} if can_compile else {"backend": "eager"}
-
-
-def clock(step, repeats=1 if QUICK else 60):
-    """Milliseconds per step, best of three."""
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) / repeats)
-    return 1000 * min(times)
-
-
-model, likelihood = make(points)
-model.train()
-mll = tighter_gp.TighterELBO(likelihood, model, num_data=len(train_y))
-optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01, fused=True)
-rows = torch.randperm(len(train_y), device=device)[:batch_size]
-x, y = train_x[rows], train_y[rows]
-
-
-def eager_step():
-    """The usual three lines."""
-    optimizer.zero_grad()
-    (-mll(model(x), y)).backward()
-    optimizer.step()
-
-
-eager_step()  # the first call initialises q(u)
-eager = clock(eager_step)
-compiled_step = tighter_gp.CompiledStep(mll, optimizer, **options)
-started = time.perf_counter()
-compiled_step(x, y)
-first = time.perf_counter() - started
-compiled = clock(lambda: compiled_step(x, y))
-print(f"eager {eager:.2f} ms per step; captured {compiled:.2f} ms per step; the first call took {first:.1f} s")
-print(f"compiled: {bool(can_compile)}; steps that failed and were not taken: {int(compiled_step.failed)}")
+steps = 2 if QUICK else 150
+for name, is_compiled in {"eager": False, "compiled": can_compile}.items():
+    model, likelihood = make(points)
+    times = [time.perf_counter()]
+    tighter_gp.fit(
+        model,
+        likelihood,
+        train_x,
+        train_y,
+        steps=steps,
+        batch_size=batch_size,
+        recipe=tighter_gp.Recipe(compile=is_compiled),
+        callbacks=[lambda state, times=times: times.append(time.perf_counter())],
+    )
+    took = np.diff(times)
+    print(f"{name:9s} first step {took[0]:5.2f} s, then {1000 * np.median(took[1:]):6.2f} ms each")
 
 # %% [markdown]
 # ## GPUs and several processes

@@ -182,8 +182,8 @@ plt.show()
 model, _ = binary["optimal"]
 strategy = model.variational_strategy
 with torch.no_grad():
-    prior_mean, projection, residual = strategy.projector()(train_x)
-    q = strategy.whitened()
+    prior_mean, projection, residual = strategy.project(train_x)
+    (q,) = strategy.q()
     mean = prior_mean + tighter_gp.maths.moments.projected_mean(projection, q)
     explained = tighter_gp.maths.moments.explained_variance(projection, q)
 

@@ -127,7 +127,7 @@ figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrai
 for ax, sets, title in ((axes[0], (first,), "left by Z alone"), (axes[1], (first, second), "left by Z and O")):
     model, _ = make(*sets)
     with torch.no_grad():
-        residual = model.variational_strategy.projector()(grid).residual.reshape(resolution, resolution).cpu()
+        residual = model.variational_strategy.project(grid).residual.reshape(resolution, resolution).cpu()
     if ax is axes[0]:
         largest = residual.max().item()
     image = ax.imshow(residual, extent=(0, 1, 0, 1), origin="lower", cmap="cividis", vmin=0, vmax=largest)

@@ -177,8 +177,7 @@ model = models["TV-BGPLVM"]
 
 def infer(model, rows, **kwargs):
     """q(x) of new rows, with the same random numbers at each call."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    return model.infer_latents(rows, num_steps=10 if QUICK else 150, generator=generator, **kwargs)
+    return model.infer_latents(rows, num_steps=10 if QUICK else 150, seed=0, **kwargs)
 
 
 q_x = infer(model, test)
@@ -261,7 +260,6 @@ print(f"{int(train_hidden.sum())} hidden entries: RMSE {rmse:.4f}, against {mean
 # %% [markdown]
 # ## More
 #
-# - `EncodedLatents` makes q(x) from the row by a network: new rows need no optimisation, and parameters do not grow with the
-#   table.
+# - A subclass of `Latents` makes q(x) as you like, such as from the row by a network.
 # - `CollapsedBayesianGPLVM` has q(u) integrated out, for L-BFGS on tables that fit into memory.
 # - A likelihood other than Gaussian works too, as in `03_classification`.

@@ -166,8 +166,8 @@ class TighterGPClassifier(ClassifierMixin, _TighterGP):
     Example:
         >>> from tighter_gp.estimators import TighterGPClassifier
         >>> X, labels = train_x.numpy(), ["low" if value < 0 else "high" for value in train_y]
-        >>> TighterGPClassifier(num_inducing=8, steps=5).fit(X, labels).predict_proba(X).shape
-        (60, 2)
+        >>> TighterGPClassifier(num_inducing=8, steps=5).fit(X, labels).predict_proba(X).shape == (len(X), 2)
+        True
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
+from .neighbours import NeighbourGP
 from .posterior import copied, exact_gp_prior, gathered, require_gaussian, tighter_copy, tighter_strategy
 from .prior import Prior
 from .strategies import TighterStrategy, gp_of
@@ -68,6 +69,10 @@ def evaluate_bound(
         >>> bool(bound < 0)
         True
     """
+    if isinstance(model, NeighbourGP):
+        raise TypeError(
+            "Predictions with neighbours have no bound on the evidence; the model that they were made from has."
+        )
     if x is None:
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
     dtype = reference(model, likelihood).dtype

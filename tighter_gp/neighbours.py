@@ -17,7 +17,7 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,15 @@ from .nearest import RowSearch
 from .posterior import posterior_of
 from .prior import Projection
 
-_BATCH, _ASIDE = 100, 1000  # rows per step of refining; rows left aside
+_ASIDE = 1000  # rows left aside when refining
+
+
+class Stop(NamedTuple):
+    """A point on the way of refining: how well rows left aside are predicted there, and all that is needed to return."""
+
+    density: float
+    squared: Tensor  # standard residuals
+    state: dict[str, Tensor]
 
 
 class NeighbourGP(RowSearch):
@@ -233,11 +241,15 @@ class NeighbourGP(RowSearch):
 
     def _refine(self, steps: int, generator: torch.Generator) -> None:
         """Adam on the logarithms of noise and positive hyperparameters, from the trained values; the best stop is kept."""
-        usual = self._state()
+        count = len(self.y) if steps else 0
+        aside, pool = torch.randperm(count, generator=generator).tensor_split([min(_ASIDE, count // 2)])
+        wanted, self.num_neighbours = self.num_neighbours, 0
+        stops = [self._stop(aside)] if len(aside) else []  # the usual prediction
+        self.num_neighbours = wanted
         self._set_q()
-        if not steps or len(self.y) < 2:
+        if not stops:
             return
-        aside, pool = torch.randperm(len(self.y), generator=generator).tensor_split([min(_ASIDE, len(self.y) // 2)])
+        stops.append(self._stop(aside))
         constrained = [(name, p, c) for name, p, c in self.named_parameters_and_constraints() if c is not None]
         tuned = {name: (p, c) for name, p, c in constrained if "noise" not in name and bool((c.lower_bound >= 0).all())}
         logs = {name: c.transform(p).log() for name, (p, c) in tuned.items()}
@@ -250,9 +262,9 @@ class NeighbourGP(RowSearch):
             found = {name: c.inverse_transform(logs[name].exp()) for name, (_, c) in tuned.items()}
             return {**found, "noise": trained * logs["noise"].exp()}
 
-        stops = [self._stop(aside)]
+        batch = min(len(pool), 100 if count > 10_000 else 60)
         for step in range(1, steps + 1):
-            rows = pool[torch.randint(len(pool), (min(_BATCH, len(pool)),), generator=generator)]
+            rows = pool[torch.randint(len(pool), (batch,), generator=generator)]
             adam.zero_grad()
             (-self._at_rows(rows, values(), in_q=True)[0]).backward()  # a better way than without, to a worse end
             adam.step()
@@ -267,7 +279,9 @@ class NeighbourGP(RowSearch):
                     self._set_q()
                 if step % 20 == 0 or step == steps:
                     stops.append(self._stop(aside))
-        self._take(max(stops, key=lambda stop: stop[0]), usual, aside)
+            if step == 20 and max(stops, key=lambda stop: stop.density) is stops[0]:
+                break
+        self._take(stops)
         self.noise_factor = self.noise[0] / trained[0] * self.scale
         _scale_noise(self.likelihood, self.noise_factor)
 
@@ -286,33 +300,31 @@ class NeighbourGP(RowSearch):
     def _state(self) -> dict[str, Tensor]:
         """What refining changes."""
         state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return {name: value.detach().clone() for name, value in state.items() if name not in ("x", "y")}
+        kept = {name: value.detach().clone() for name, value in state.items() if name not in ("x", "y")}
+        return {**kept, "_extra_state": self.get_extra_state()}
 
     @torch.no_grad()
-    def _stop(self, aside: Tensor) -> tuple[float, Tensor, dict[str, Tensor]]:
-        """How well the rows left aside are predicted at the present state, and the state."""
+    def _stop(self, aside: Tensor) -> Stop:
         density, squared = self._at_rows(aside, {})
-        return density.item(), squared, self._state()
+        return Stop(density.item(), squared, self._state())
 
     @torch.no_grad()
-    def _take(self, stop: tuple[float, Tensor, dict[str, Tensor]], usual: dict[str, Tensor], aside: Tensor) -> None:
-        """Take a stop, with variances scaled to cover the rows left aside; or the usual prediction, if that is better."""
-        density, squared, state = stop
-        self.load_state_dict(usual, strict=False)
-        self.num_neighbours, wanted = 0, self.num_neighbours
-        least = self._at_rows(aside, {})[0].item()
-        if density > least:
-            self.load_state_dict(state, strict=False)
-            self.num_neighbours = wanted
-            error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
-            low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.96 + error)))
-            full = torch.minimum(low.clamp_min(1), high)
-            for share in (1.0, 0.8, 0.6, 0.4, 0.2):  # as far as it leaves half of what was gained
-                scale = full.pow(share)
-                cost = 0.5 * (squared.mean() * (1 / scale - 1) + scale.log())
-                if cost < 0.5 * (density - least):
-                    self.scale = scale
-                    break
+    def _take(self, stops: list[Stop]) -> None:
+        """Take the best stop; if it is not the usual prediction, with variances scaled to cover the rows left aside."""
+        best, usual = max(stops, key=lambda stop: stop.density), stops[0]
+        self.load_state_dict(best.state, strict=False)
+        if best is usual:
+            return
+        squared, gain = best.squared, best.density - usual.density
+        error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals
+        low, high = (squared.quantile(share) / 1.96**2 for share in (0.95 - error, min(1.0, 0.96 + error)))
+        full = torch.minimum(low.clamp_min(1), high)
+        for share in (1.0, 0.8, 0.6, 0.4, 0.2):  # as far as it leaves half of what was gained
+            scale = full.pow(share)
+            cost = 0.5 * (squared.mean() * (1 / scale - 1) + scale.log())
+            if cost < 0.5 * gain:
+                self.scale = scale
+                break
 
 
 def _scale_noise(likelihood: Any, factor: Tensor) -> None:

@@ -47,8 +47,8 @@ def test_runs_of_another_budget_stand_beside_those_of_most():
     ]
     lines += [line(method, 0, 0.3 * (method == "t-svgp"), epochs=4) for method in ("svgp", "t-svgp")]
     text = report.pairs_table(scores.rows_of(lines), lines)
-    assert "+0.1000 ± 0.0000 (2/0/0)" in text
-    assert "+0.1000 (2), +0.3000 (4)" in text
+    assert "+0.1000±0.0000 (2/0/0)" in text
+    assert "+0.1000@2, +0.3000@4" in text
 
 
 def test_a_base_is_paired_with_every_conditional_of_its_tighter_method():

@@ -54,7 +54,7 @@ def two_tasks(z):
     "make",
     [
         make_gp,
-        pytest.param(solve_gp, marks=pytest.mark.xfail(strict=True, reason="pseudo_points of GPyTorch")),
+        solve_gp,
         two_tasks,
     ],
 )

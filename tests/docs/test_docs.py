@@ -1,152 +1,32 @@
-"""The contributor's page names what exists and its code runs; the reference has a page for every public module."""
+"""The code of README and guide runs, names and links exist, the map of contributing.md is right, pages are short."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
-import importlib.util
-import inspect
-import itertools
-import json
 import re
 import sys
-import types
-from collections.abc import Callable
+import textwrap
 from pathlib import Path
 
+import gpytorch
+import matplotlib.pyplot as plt
 import pytest
 import torch
-from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
-from gpytorch.variational import CholeskyVariationalDistribution, IndependentMultitaskVariationalStrategy
 
-import benchmarks.__main__ as command_line
 import tighter_gp
-from tests.docs.test_doctests import PUBLIC
-from tests.tools.factories import GP
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "contributing.md").read_text(encoding="utf-8")
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+GUIDE = {name: text for name, text in PAGES.items() if name != "README"}
+MAP = PAGES["contributing"]
 REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.rst")))
-SNIPPETS = {
-    title: code
-    for title, section in (part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
-    for code in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-}
-DEPARTURES = (DOCS / "theory.md").read_text(encoding="utf-8")
-PLACES = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE + DEPARTURES)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Places
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def definitions(path: Path) -> set[str]:
-    """Functions and classes of a file, methods as ``Class.method``."""
-    found = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
-
-
-def file_of(path: str) -> Path:
-    return ROOT / path if path.startswith("tests/") else ROOT / "tighter_gp" / path
-
-
-@pytest.mark.parametrize(("path", "name"), sorted(set(PLACES)))
-def test_place_of_an_equation_exists(path, name):
-    assert file_of(path).is_file(), path
-    assert name in definitions(file_of(path)), f"{path} has no {name}"
-
-
-def test_no_place_escapes_the_check():
-    """A cell of the last column holds places and nothing else."""
-    section = PAGE.partition("## Where each equation lives")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    places = [row.rstrip("| ").rpartition("| ")[2] for row in rows if not row.endswith("| where |")]
-    assert len(places) > 50
-    for cell in places:
-        assert re.fullmatch(r"`[\w/]+\.py:[\w.]+`(, `[\w/]+\.py:[\w.]+`)*", cell), cell
-
-
-@pytest.mark.parametrize("module", ["maths/bounds.py", "maths/solve_gp.py", "gplvm/psi.py"])
-def test_every_equation_of_the_package_has_a_row(module):
-    equations = {name for name in definitions(file_of(module)) if name.islower() and name.isidentifier()}
-    hidden = {name for name in equations if name.startswith("_")} | {"check_bound", "pack_pairs", "unpack_pairs"}
-    assert equations - hidden <= {name for path, name in PLACES if path == module}
-
-
-def rows_of(title: str) -> list[list[str]]:
-    """The cells of the table in a section, without its header."""
-    section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The walk from x to the loss
-# ---------------------------------------------------------------------------------------------------------------------
-
-WALK = [row[2].strip("`") for row in rows_of("From x to the loss")]
-
-
-def code_of(place: str) -> types.CodeType:
-    """The code that runs at ``path.py:name``."""
-    path, _, name = place.partition(":")
-    module = importlib.import_module("tighter_gp." + path.removesuffix(".py").replace("/", "."))
-    found = functools.reduce(getattr, name.split("."), module)
-    return (found.fget if isinstance(found, property) else found).__code__
-
-
-def stages_of(run: Callable[[], object]) -> list[str]:
-    """The stages of the walk that are entered while ``run()`` runs, in the order of their entry."""
-    places, entered = {code_of(place): place for place in WALK}, []
-
-    def note(frame: types.FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code in places:
-            entered.append(places[frame.f_code])
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return entered
-
-
-def test_walk_is_short_and_numbered():
-    assert [row[0] for row in rows_of("From x to the loss")] == [str(i + 1) for i in range(len(WALK))]
-    assert len(WALK) == len(set(WALK)) <= 15
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", ["one set of points", "two sets of points", "several outputs"])
-def test_walk_from_x_to_the_loss_enters_each_stage_once_in_this_order(kind, dtype):
-    torch.set_default_dtype(dtype)
-    x, num_tasks = torch.rand(13, 2), 3 if kind == "several outputs" else None
-    batch_shape = torch.Size([num_tasks] if num_tasks else [])
-    q = lambda size: CholeskyVariationalDistribution(size, batch_shape=batch_shape)
-
-    def make(model):
-        if kind == "two sets of points":
-            return tighter_gp.SolveGPVariationalStrategy(model, x[:4], x[4:7], q(4), q(3))
-        strategy = tighter_gp.TighterVariationalStrategy(model, x[:4], q(4))
-        return strategy if num_tasks is None else IndependentMultitaskVariationalStrategy(strategy, num_tasks)
-
-    model = GP(make)
-    y = torch.randn(13) if num_tasks is None else torch.randn(13, num_tasks)
-    likelihood = GaussianLikelihood() if num_tasks is None else MultitaskGaussianLikelihood(num_tasks)
-    mll = tighter_gp.TighterELBO(likelihood, model, 13)
-    step = lambda: -mll(model(x), y)
-    step()  # the first call also sets q(u)
-    # Inside a wrapper the terms of the points are not one operation.
-    assert stages_of(step) == [stage for stage in WALK if num_tasks is None or "gaussian_terms" not in stage]
+def folder_of(name: str) -> Path:
+    return ROOT if name == "README" else DOCS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,67 +34,105 @@ def test_walk_from_x_to_the_loss_enters_each_stage_once_in_this_order(kind, dtyp
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_snippets_are_found():
-    assert list(SNIPPETS) == ["Add a conditional", "Add a bound", "Add an experiment"]
-    assert PAGE.count("```python\n") == len(SNIPPETS)
+def code_of(text: str) -> str:
+    """All Python of a page, each line where it stands on the page."""
+    lines, block, begun = text.splitlines(), [], False
+    shown = [""] * len(lines)
+    for number, line in enumerate(lines):
+        if line.strip().startswith("```"):
+            if begun:
+                shown[number - len(block) : number] = textwrap.dedent("\n".join(block)).split("\n") if block else []
+            begun, block = line.strip() == "```python", []
+        elif begun:
+            block.append(line)
+    return "\n".join(shown)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("title", ["Add a conditional", "Add a bound"])
-def test_snippet_runs(title, dtype):
-    torch.set_default_dtype(dtype)
-    exec(compile(SNIPPETS[title], f"<{title}>", "exec"), {"__name__": "snippet"})
-
-
-def test_snippet_of_an_experiment_is_an_experiment(monkeypatch, tmp_path):
+@pytest.fixture
+def _page(tmp_path, monkeypatch):
+    """What a reader has who copies a page: float32, an empty folder, no display."""
     torch.set_default_dtype(torch.float32)
-    path = tmp_path / "growth.py"
-    path.write_text(SNIPPETS["Add an experiment"], encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("benchmarks.growth", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "benchmarks.growth", module)
-    monkeypatch.setattr(command_line, "EXPERIMENTS", ("growth",))
-    assert command_line.main(["growth", "--smoke", "--out", str(tmp_path)]) == 0
-    lines = (tmp_path / "smoke" / "growth.jsonl").read_text(encoding="utf-8").splitlines()
-    results = {(run["method"], run["num_inducing"]): run["bound"] for run in map(json.loads, lines)}
-    assert len(results) == 4
-    for few, many in itertools.pairwise(module.SMOKE["num_inducing"]):
-        assert results["titsias", few] < results["tighter", few]
-        assert results["titsias", few] < results["titsias", many]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    rows = torch.rand(300, 3).numpy()
+    (tmp_path / "data.csv").write_text("a,b,y\n" + "".join(f"{a},{100 * b},{300 + 50 * a + c}\n" for a, b, c in rows))
+    with torch.random.fork_rng(devices=[]), gpytorch.settings.fast_computations():
+        yield
+    plt.close("all")
+
+
+@pytest.mark.usefixtures("_page")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx and BoTorch
+@pytest.mark.filterwarnings("ignore:Using an (input|outcome) transform")  # BoTorch's own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx's own
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```python\n" in text])
+def test_code_of_a_page_runs(name, tmp_path):
+    names: dict[str, object] = {"__name__": "page"}
+    if name == "gpus":  # its pieces take a model and data for granted
+        x = torch.rand(30, 2)
+        model = tighter_gp.models.Regression(x, num_inducing=5)
+        names |= {"torch": torch, "tighter_gp": tighter_gp, "model": model, "likelihood": model.likelihood}
+        names |= {"train_x": x, "train_y": x.sum(-1)}
+    elif name == "README":  # new rows of a later program
+        names["new_x"] = torch.rand(5, 2)
+    exec(compile(code_of(PAGES[name]), f"{name}.md", "exec"), names)
+    for drawn in re.findall(r'savefig\("(\w+\.png)"', PAGES[name]):
+        assert (tmp_path / drawn).stat().st_size > 5000
+        assert f"_static/{drawn})" in PAGES[name]
+
+
+def test_pictures_are_drawn_by_the_guide_and_small():
+    drawn = set(re.findall(r'savefig\("(\w+\.png)"', "\n".join(PAGES.values())))
+    found = {path.name: path.stat().st_size for path in (DOCS / "_static").glob("*.png")}
+    assert drawn == set(found)
+    assert max(found.values()) < 60_000
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reference
+# Names, links, lengths
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_is_in_the_reference(name):
-    if re.search(rf"^\.\. auto(class|function):: {re.escape(name)}$", REFERENCE, re.MULTILINE):
-        return
-    module = name.rpartition(".")[0]
-    page = re.search(rf"^\.\. automodule:: {re.escape(module)}\n((?:   :.*\n?)*)", REFERENCE, re.MULTILINE)
-    assert page, f"no page has {name}"
-    assert ":members:\n" in page[1]
-    assert name.rpartition(".")[2] not in page[1].partition(":exclude-members:")[2]
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize(
-    "module", [module.__name__ for module in vars(tighter_gp).values() if inspect.ismodule(module)]
-)
-def test_public_module_has_a_page(module):
-    if module.rpartition(".")[2] in tighter_gp.__all__:
-        assert f".. automodule:: {module}\n" in REFERENCE
+@pytest.mark.parametrize("name", PAGES)
+def test_names_and_links_exist(name):
+    text = PAGES[name]
+    modules = {"tighter_gp": tighter_gp, "gpytorch": gpytorch, "torch": torch}
+    for dotted in set(re.findall(r"\b((?:tighter_gp|gpytorch|torch)(?:\.[A-Za-z_]\w*)+)", text)):
+        module, *rest = dotted.split(".")
+        if rest[-1] in ("npy", "py", "pt") or (module, rest[0]) == ("torch", "onnx"):
+            continue
+        try:
+            importlib.import_module(dotted)
+        except ModuleNotFoundError:
+            functools.reduce(getattr, rest, modules[module])
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if link.startswith("https://"):
+            continue
+        target = folder_of(name) / path.replace("notebooks/", "../notebooks/" if name != "README" else "notebooks/")
+        assert not path or target.exists(), link
+        if anchor:
+            assert anchor in anchors(text if not path else target.read_text(encoding="utf-8")), link
 
 
-def test_reference_lists_all_its_pages():
-    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
-    pages = sorted(path.stem for path in (DOCS / "api").glob("*.rst"))
-    assert sorted(re.findall(r"\]\((\w+)\.rst\)", index)) == pages
-    assert sorted(index.partition(":hidden:")[2].strip("`\n ").split()) == pages
+def test_every_page_is_in_the_map_of_the_guide():
+    index = PAGES["index"]
+    listed = set(re.findall(r"^([a-z]+)$", index, re.MULTILINE))
+    assert set(GUIDE) - {"index"} <= listed
+    assert set(GUIDE) - {"index"} <= set(re.findall(r"\]\((\w+)\.md[#\w-]*\)", index))
+
+
+def test_pages_are_short():
+    words = {name: len(text.split()) for name, text in GUIDE.items()}
+    assert sum(words.values()) <= 14_000
+    limits = {"evidence": 3100, "contributing": 1250, "recipes": 1500, "gpus": 1000, "theory": 1400}
+    for name, count in words.items():
+        assert count <= limits.get(name, 700), f"{name}: {count} words"
 
 
 def test_pages_name_no_place_outside_the_repository():
@@ -224,3 +142,80 @@ def test_pages_name_no_place_outside_the_repository():
             assert (path.parent / target).resolve().is_relative_to(ROOT), f"{path}: {target}"
             assert (path.parent / target).exists(), f"{path}: {target}"
         assert not re.search(r"/(work|home|tmp)/", text), path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The map of contributing.md
+# ---------------------------------------------------------------------------------------------------------------------
+
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", MAP + PAGES["theory"])))
+
+
+def test_places_exist():
+    assert len(PLACES) > 25
+    for path, name in PLACES:
+        source = (ROOT / "tighter_gp" / path).read_text(encoding="utf-8")
+        found = set()
+        for node in ast.parse(source).body:
+            found.add(getattr(node, "name", None))
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            found |= {f"{node.name}.{one.name}" for one in inner if isinstance(one, ast.FunctionDef)}
+        assert name in found, f"{path} has no {name}"
+
+
+def walk() -> list[str]:
+    """The places of the table of stages, in order."""
+    section = MAP.partition("## The walk of a step\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| \d+ \|.*\| `([\w/]+\.py:[\w.]+)` \|$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_a_step_walks_as_the_table_says(dtype):
+    torch.set_default_dtype(dtype)
+    codes = {}
+    for place in walk():
+        path, _, name = place.partition(":")
+        module = importlib.import_module("tighter_gp." + path.removesuffix(".py").replace("/", "."))
+        codes[functools.reduce(getattr, name.split("."), module).__code__] = place
+    assert len(codes) == 7
+    x = torch.rand(13, 2)
+    model = tighter_gp.models.Regression(x, num_inducing=4)
+    mll = tighter_gp.TighterELBO(model.likelihood, model, num_data=13)
+    step = lambda: -mll(model(x), torch.zeros(13))
+    step()  # the first call also sets q(u)
+    entered: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and codes.get(frame.f_code) not in (None, *entered):
+            entered.append(codes[frame.f_code])
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    assert entered == walk()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_reference_names_what_exists_and_all_that_is_public():
+    named = re.findall(r"^\.\. auto(?:class|function|module):: ([\w.]+)$", REFERENCE, re.MULTILINE)
+    for dotted in named:
+        try:
+            importlib.import_module(dotted)
+        except ModuleNotFoundError:
+            module, _, name = dotted.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), dotted
+    for name in tighter_gp.__all__:
+        assert any(dotted.startswith(f"tighter_gp.{name}") for dotted in named), name
+
+
+def test_reference_lists_all_its_pages():
+    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    pages = sorted(path.stem for path in (DOCS / "api").glob("*.rst"))
+    assert sorted(re.findall(r"\]\((\w+)\.rst\)", index)) == pages
+    assert sorted(index.partition(":hidden:")[2].strip("`\n ").split()) == pages

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.readme import ROOT
+from benchmarks.report import ROOT
 from tests.tools import versions
 
 pytest.importorskip("check_jsonschema", reason="needs check-jsonschema, which the test extra has")

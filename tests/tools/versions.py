@@ -5,7 +5,7 @@
 For every interpreter of :data:`PYTHONS` that is at hand (``python3.12``, or one of pyenv's) the versions that
 ``constraints.txt`` names, and for the oldest one the lowest that ``pyproject.toml`` allows, are installed, and the core of the
 tests is run. One line per environment goes to ``benchmarks/results/versions/versions.jsonl``, from which
-``python -m benchmarks readme`` makes the table of the documentation. Torch for another Python comes with its CUDA packages: a
+``python -m benchmarks report`` makes the table of the documentation. Torch for another Python comes with its CUDA packages: a
 few gigabytes per environment, which is removed when it has been tested. The exit code is 1 if any failed.
 """
 

@@ -123,3 +123,7 @@ class SolveGPVariationalStrategy(TighterStrategy):
     def all_points(self) -> Tensor:
         """Inducing points, then orthogonal points."""
         return torch.cat([self.inducing_points, self.orthogonal_points], dim=-2)
+
+    @property
+    def pseudo_points(self) -> Any:
+        raise AttributeError("GPyTorch's pseudo-points are those of one set; get_fantasy_model does without them.")
