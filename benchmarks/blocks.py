@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train each method and print a table."""
+    """Train each method."""
     args = resolve(args, DEFAULTS, SMOKE, tuple(METHODS))
     for name, values in (
         ("num-train", [args.num_train]),
@@ -104,20 +104,8 @@ def run(args: argparse.Namespace) -> None:
         for num_blocks in (args.num_blocks if method == "block" else [None])
     ]
     session.plan(planned)
-    results = []
     for one in planned:
-        data = load(one, args)
-        results.append(session.run(one, partial(execute, one, data)))
-    print(
-        f"\n{'dataset':>10} {'M':>5} {'method':>8} {'bound':>9} {'RMSE':>7} {'NLPD':>8} {'noise std':>9} {'seconds':>8}"
-    )
-    for result in results:
-        blocks = result["config"]["num_blocks"]
-        print(
-            f"{result['dataset']:>10} {result['num_inducing'] or '':>5} {result['method'] + f' {blocks or str()}':>8} "
-            f"{result['bound']:9.4f} {result['rmse']:7.4f} {result['nlpd']:8.4f} {math.sqrt(result['noise']):9.4f} "
-            f"{result['seconds']:8.1f}"
-        )
+        session.run(one, partial(execute, one, load(one, args)))
 
 
 def settings(args: argparse.Namespace, num_blocks: int | None) -> dict[str, Any]:

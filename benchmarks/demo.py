@@ -24,7 +24,6 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
-from tqdm import tqdm
 
 import tighter_gp
 from tighter_gp.training import Step
@@ -149,49 +148,42 @@ class Fit(NamedTuple):
     seconds: float
 
 
-Report = Callable[[int, float | None], Any]  # steps done, and the bound if it was evaluated
-
-
 class Trace:
     """Callback of :func:`tighter_gp.fit` that notes the bound of the whole training set.
 
     :param bound: Evaluates it.
     :param every: Steps between two notes.
-    :param report: Told of every step.
     """
 
-    def __init__(self, bound: Callable[[], float], every: int, report: Report) -> None:
-        self.bound, self.every, self.report = bound, every, report
+    def __init__(self, bound: Callable[[], float], every: int) -> None:
+        self.bound, self.every = bound, every
         self.points = [(0, bound())]
 
     def __call__(self, state: Step) -> bool:
         """After a step; ends the run when the bound has not moved for five notes of L-BFGS."""
         if state.step % self.every:
-            self.report(1, None)
             return False
         self.points.append((state.step, self.bound()))
-        self.report(1, self.points[-1][1])
         return self.every == 1 and len(self.points) > 6 and self.points[-1][1] - self.points[-6][1] < 1e-8
 
 
-def train_collapsed(bound: str, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
+def train_collapsed(bound: str, data: Data, z: Tensor, budget: Budget, seed: int) -> Fit:
     """Maximise a collapsed bound of the full data with L-BFGS."""
     model = CollapsedGP(data.x, data.y, z, bound)
-    trace = Trace(lambda: bound_of(model, data), 1, report)
+    trace = Trace(lambda: bound_of(model, data), 1)
     history = tighter_gp.fit(
         model, model.likelihood, steps=budget.iterations, seed=seed, callbacks=[trace], progress=False
     )
-    report(budget.iterations - history.steps, None)
     return Fit(model, bound_of(model, data), trace.points, history.seconds)
 
 
-def train_uncollapsed(objective: type, data: Data, z: Tensor, budget: Budget, seed: int, report: Report) -> Fit:
+def train_uncollapsed(objective: type, data: Data, z: Tensor, budget: Budget, seed: int) -> Fit:
     """Maximise an uncollapsed bound on mini-batches: natural gradients for q(u), Adam for the rest."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = UncollapsedGP(z)
         model(data.x[:1])  # q(u)'s start is drawn at the first call
-    trace = Trace(lambda: bound_of(model, data, objective=objective), budget.trace_every, report)
+    trace = Trace(lambda: bound_of(model, data, objective=objective), budget.trace_every)
     history = tighter_gp.fit(
         model,
         model.likelihood,
@@ -411,7 +403,7 @@ def load_data(args: argparse.Namespace) -> Data:
 
 
 def run_methods(data: Data, num_inducing: int, budget: Budget, seed: int) -> list[dict[str, Any]]:
-    """Train and describe all methods, with a progress bar on a terminal."""
+    """Train and describe all methods."""
     z = inducing_quantiles(data.x, num_inducing)
     shared = {
         "experiment": "demo",
@@ -425,20 +417,12 @@ def run_methods(data: Data, num_inducing: int, budget: Budget, seed: int) -> lis
         **environment("cpu"),
     }
     results = []
-    steps = {train_collapsed: budget.iterations, train_uncollapsed: budget.steps}
-    with tqdm(total=sum(steps[train] for train, _ in METHODS.values()), disable=None, leave=False) as bar:
-        for method, (train, choice) in METHODS.items():
-
-            def report(done: int, bound: float | None, method: str = method) -> None:
-                bar.update(done)
-                if bound is not None:
-                    bar.set_description(f"{method:6s} bound {bound:8.4f}")
-
-            try:
-                if not method.startswith("T-"):  # the first call of its kind is slow: keep that out of the seconds
-                    train(choice, data, z, SMOKE, seed, lambda done, bound: None)
-                fit = train(choice, data, z, budget, seed, report)
-                results.append({"method": method, **shared, **describe(fit, data)})
-            except (NanError, NotPSDError, torch.linalg.LinAlgError) as error:
-                raise UserError(f"training {method} failed: {str(error).splitlines()[0]} Try --standardise.") from error
+    for method, (train, choice) in METHODS.items():
+        try:
+            if not method.startswith("T-"):  # the first call of its kind is slow: keep that out of the seconds
+                train(choice, data, z, SMOKE, seed)
+            fit = train(choice, data, z, budget, seed)
+            results.append({"method": method, **shared, **describe(fit, data)})
+        except (NanError, NotPSDError, torch.linalg.LinAlgError) as error:
+            raise UserError(f"training {method} failed: {str(error).splitlines()[0]} Try --standardise.") from error
     return results

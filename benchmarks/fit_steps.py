@@ -1,14 +1,10 @@
-"""Time of a step of ``fit``: by Adam, by natural gradients, compiled; and of compiling it."""
+"""Time of a step of ``fit``: by Adam, by natural gradients, compiled."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from typing import Any
 
@@ -24,15 +20,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "natural": {"recipe": tighter_gp.Recipe(compile=False)},
     "natural, compiled": {"recipe": tighter_gp.Recipe(compile=True)},
 }
-# Where compiling is timed.
-COMPILED_AT = (256, 1024)
-
 _NUM_DIMS, _NUM_BATCHES = 8, 8
 
 # Steps at the start of a run that do not count.
 _WARM_UP = 3
-
-_FIRST_STEP = "from benchmarks.fit_steps import first_step; print(first_step({}, {}, {!r}))"
 
 
 def milliseconds(way: str, num_inducing: int, batch_size: int, device: str, steps: int) -> list[float]:
@@ -45,12 +36,6 @@ def milliseconds(way: str, num_inducing: int, batch_size: int, device: str, step
     options = {"steps": _WARM_UP + steps, "batch_size": batch_size, "progress": False, **WAYS[way]}
     tighter_gp.fit(model, likelihood, x, y, callbacks=[lambda state: times.append(time.perf_counter())], **options)
     return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
-
-
-def first_step(num_inducing: int, batch_size: int, way: str) -> float:
-    """Seconds until the first step is done."""
-    milliseconds("natural", 8, 16, "cpu", 1)  # torch loads what it needs
-    return milliseconds(way, num_inducing, batch_size, "cpu", 1)[0] / 1e3
 
 
 def measure(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -69,20 +54,3 @@ def measure(num_inducing: int, batch_size: int, args: argparse.Namespace) -> dic
         "milliseconds": {way: statistics.median(values) for way, values in times.items()},
         "fastest": {way: min(values) for way, values in times.items()},
     }
-
-
-def compiling(num_inducing: int, batch_size: int) -> dict[str, Any]:
-    """Seconds of the first step, eager, compiled, and compiled again, each in a process of its own."""
-
-    def seconds(way: str, folder: str) -> float:
-        command = [sys.executable, "-c", _FIRST_STEP.format(num_inducing, batch_size, way)]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return float(done.stdout.splitlines()[-1])
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = {
-            name: seconds(way, folder)
-            for name, way in (("eager", "natural"), ("cold", "natural, compiled"), ("warm", "natural, compiled"))
-        }
-    return {"experiment": "speed compiling", "num_inducing": num_inducing, "batch_size": batch_size, "seconds": found}

@@ -19,8 +19,6 @@ import gpytorch
 import torch
 
 import tighter_gp
-from tighter_gp.carrier import find_carriers
-from tighter_gp.likelihoods.expectations import expected_slopes
 from tighter_gp.training import Step
 
 from . import models
@@ -129,8 +127,6 @@ def train(
         "flags": [],
         "trace": trace.points,
     }
-    if tighter:
-        result |= unexplained(model, likelihood, data)
     if tighter and config["conditional"] == "beta":
         result["beta"] = _conditional(model).beta.tolist()
     return result
@@ -162,24 +158,6 @@ def _test_draws() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
         torch.manual_seed(0)
         yield
-
-
-@torch.no_grad()
-def unexplained(model: Any, likelihood: Any, data: Split) -> dict[str, float]:
-    r"""Why a tighter bound gains what it does: means over training points and classes.
-
-    ``residual_share`` is what the inducing points leave of the prior variance, ``curvature_ratio`` is :math:`\lambda_n d_n`,
-    which stands where :math:`d_n / \sigma^2` does under Gaussian noise: a best scale is :math:`1 / (1 + \lambda_n d_n)`.
-    """
-    share, ratio = 0.0, 0.0
-    with _test_draws():
-        for x, y in zip(data.train_x.split(1024), data.train_y.split(1024), strict=True):
-            q = model(x)
-            (carrier,) = find_carriers(q.lazy_covariance_matrix)
-            curvature = expected_slopes(likelihood, y, q).curvature
-            share += float((carrier.residual / model.covar_module.outputscale).mean()) * len(y)
-            ratio += float((curvature.mT * carrier.residual).mean()) * len(y)
-    return {"residual_share": share / len(data.train_y), "curvature_ratio": ratio / len(data.train_y)}
 
 
 def _bound(model: Any, likelihood: Any, data: Split) -> float:

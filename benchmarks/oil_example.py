@@ -112,7 +112,7 @@ def _load(name: str, args: argparse.Namespace) -> Tensor:
 
 
 class Training:
-    """A run that can be stopped and continued.
+    """A run.
 
     :param run: What tells it from others.
     :param rows: The data, ``N x D``.
@@ -142,38 +142,14 @@ class Training:
         self.optimizer.step()
         self.losses.append(loss.item())
 
-    def save(self, path: Path) -> None:
-        """Write what :meth:`load` needs."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        state = {name: getattr(self, name).state_dict() for name in ("model", "likelihood", "optimizer")}
-        state |= {"losses": self.losses, "seconds": self.seconds, "random": torch.get_rng_state()}
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
 
-    def load(self, path: Path) -> None:
-        """Continue where a run was saved, if it was."""
-        if path.exists():
-            state = torch.load(path, weights_only=True)
-            for name in ("model", "likelihood", "optimizer"):
-                getattr(self, name).load_state_dict(state[name])
-            self.losses, self.seconds = state["losses"], state["seconds"]
-            torch.set_rng_state(state["random"])
-
-
-def train(run: dict[str, Any], rows: Tensor, checkpoint: Path, resume: bool, every: int = 1000) -> dict[str, Any]:
-    """Train one method.
-
-    :param every: Steps between two checkpoints.
-    """
+def train(run: dict[str, Any], rows: Tensor, checkpoint: Path, resume: bool) -> dict[str, Any]:
+    """Train one method."""
     training, steps = Training(run, rows), run["config"]["steps"]
-    if resume:
-        training.load(checkpoint)
-    while (done := len(training.losses)) < steps:
-        started = time.process_time()
-        for _ in range(min(every - done % every, steps - done)):
-            training.step()
-        training.seconds += time.process_time() - started
-        training.save(checkpoint)
+    started = time.process_time()
+    for _ in range(steps):
+        training.step()
+    training.seconds = time.process_time() - started
     losses = training.losses
     last = losses[-_LAST:]
     noise = training.likelihood.noise.detach().flatten()

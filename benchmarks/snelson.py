@@ -49,7 +49,7 @@ DATASETS = ("snelson", "toy")
 
 # The inducing inputs are the first rows of numpy's permutation with this seed, plus --seed.
 _PLACEMENT_SEED = 42
-_TRACE_POINTS, _CURVE_POINTS = 200, 150
+_TRACE_POINTS = 200
 
 
 class Collapsed(gpytorch.models.ExactGP):
@@ -146,9 +146,6 @@ def train(run: dict[str, Any], x: Tensor, y: Tensor, checkpoint: Path, resume: b
     model.eval()
     likelihood.eval()
     values = _bounds(model, likelihood, x, y)
-    grid = torch.linspace(float(x.min()) - 1, float(x.max()) + 1, _CURVE_POINTS).to(x).unsqueeze(-1)
-    q = tighter_gp.predict(model, grid)
-    inducing = model.covar_module.inducing_points if collapsed else model.variational_strategy.inducing_points
     every = max(1, history.steps // _TRACE_POINTS)
     return {
         "bound": values["bound_tighter" if tighter else "bound_base"],
@@ -163,14 +160,6 @@ def train(run: dict[str, Any], x: Tensor, y: Tensor, checkpoint: Path, resume: b
         "skipped": len(history.skipped),
         "flags": [],
         "trace": [{"step": step, "bound": -history.loss[step]} for step in range(0, history.steps, every)],
-        "curve": {
-            "x": grid.squeeze(-1).tolist(),
-            "mean": q.mean.tolist(),
-            "stddev": q.stddev.tolist(),
-            "inducing": sorted(inducing.detach().squeeze(-1).tolist()),
-            "data_x": x.squeeze(-1).tolist(),
-            "data_y": y.tolist(),
-        },
     }
 
 

@@ -4,13 +4,12 @@ Ten latent dimensions with one lengthscale each, 25 and 50 inducing points. Meth
 batches, draws of x, budget and evaluation. By default they train in mini-batches. The GPLVM has many local optima, and
 two runs from principal components that differ in anything at all end further apart than the bounds are
 (``--warmup-epochs 0`` shows it); so both methods continue from the same warm start, which is trained from principal
-components with the *base* bound, for half the epochs that each then trains with its own. The methods whose names end in
-``collapsed`` train the collapsed bounds with L-BFGS on all rows, straight from principal components. Both bounds are
+components with the *base* bound, for half the epochs that each then trains with its own. Both bounds are
 evaluated at each run's own parameters.
 
 A quarter of the entries of the test rows is hidden, the latents of these rows are inferred from the rest, and the hidden
 entries predicted. The data are scaled to unit variance, and so are bounds and errors: ``bound_raw`` is the bound in the
-data's own units. Last, the time of a training step is compared for 1e3 and 1e6 rows.
+data's own units.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from ..errors import UserError
 from ..options import add_arguments as add_common
 from ..options import resolve
 from ..runs import Session, describe
-from . import cost
 from .rows import DATASETS, Data, load
 from .scores import HIDDEN, hidden_entries, separation
-from .training import FIRST_NOISE, LATENT_DIM, TRAIN_NODES, train_batches, train_collapsed
+from .training import FIRST_NOISE, LATENT_DIM, train_batches
 
-METHODS = ("v-bgplvm", "tv-bgplvm", "v-bgplvm-collapsed", "tv-bgplvm-collapsed")
+METHODS = ("v-bgplvm", "tv-bgplvm")
 DEFAULTS: dict[str, Any] = {
-    "methods": ["v-bgplvm", "tv-bgplvm"],
+    "methods": list(METHODS),
     "datasets": ["oil"],
     "num_inducing": [25, 50],
     "epochs": 800,
@@ -42,16 +40,14 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "float64",
     "seed": [0, 1, 2],
 }
-OWN_DEFAULTS = {"warmup_epochs": 400, "iterations": 400}
+OWN_DEFAULTS = {"warmup_epochs": 400}
 SMOKE: dict[str, Any] = {
-    "methods": list(METHODS),
     "datasets": ["phases"],
     "num_inducing": [8],
     "epochs": 8,
     "batch_size": 40,
     "seed": [0],
     "warmup_epochs": 4,
-    "iterations": 15,
 }
 WARMUP_LR = 0.1
 
@@ -65,19 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"epochs with the base bound, common to a pair; 0 for none (default: {OWN_DEFAULTS['warmup_epochs']})",
     )
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        metavar="X",
-        help=f"iterations of L-BFGS for the collapsed pair (default: {OWN_DEFAULTS['iterations']})",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Train and score each method."""
     args = resolve(args, {**DEFAULTS, **OWN_DEFAULTS}, SMOKE, METHODS, DATASETS)
-    if args.iterations < 1:
-        raise UserError(f"--iterations must be positive; got {args.iterations}.")
     if args.warmup_epochs < 0:
         raise UserError(f"--warmup-epochs must not be negative; got {args.warmup_epochs}.")
     loaded = {name: load(name, args) for name in args.datasets}
@@ -88,8 +76,7 @@ def run(args: argparse.Namespace) -> None:
             )
     session = Session("gplvm", args)
     planned = [
-        describe(*point, settings(args, point[-1]))
-        for point in product(args.datasets, args.num_inducing, args.seed, args.methods)
+        describe(*point, settings(args)) for point in product(args.datasets, args.num_inducing, args.seed, args.methods)
     ]
     session.plan(planned)
     if not args.resume:
@@ -99,24 +86,16 @@ def run(args: argparse.Namespace) -> None:
         session.run(one, partial(train, one, loaded[one["dataset"]], session.shared(one)))
     for one in planned:
         session.forget(session.shared(one))
-    costs = Session("gplvm_step", args)
-    step = cost.describe_step(args)
-    print(cost.step_line(costs.run(step, partial(cost.step_cost, step, args))))
 
 
-def settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
-    """Those of a method."""
-    config = {
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the runs have in common."""
+    return {
         "latent_dim": LATENT_DIM,
         "first_noise": FIRST_NOISE,
         "hidden": HIDDEN,
         "infer_steps": 30 if args.smoke else 100,
         "dtype": args.dtype,
-    }
-    if method.endswith("collapsed"):
-        return {**config, "iterations": args.iterations, "nodes": TRAIN_NODES}
-    return {
-        **config,
         "warmup_epochs": args.warmup_epochs,
         "warmup_lr": WARMUP_LR,
         "epochs": args.epochs,
@@ -132,10 +111,7 @@ def train(run: dict[str, Any], data: Data, warm: Path, checkpoint: Path, resume:
     """
     started = time.process_time()
     tighter = run["method"].startswith("t")
-    if run["method"].endswith("collapsed"):
-        model, outcome = train_collapsed(run, data, tighter)
-    else:
-        model, outcome = train_batches(run, data, tighter, warm, checkpoint, resume)
+    model, outcome = train_batches(run, data, tighter, warm, checkpoint, resume)
     bound = outcome["bound_tighter" if tighter else "bound_base"]
     return {
         "bound": bound,

