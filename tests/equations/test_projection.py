@@ -117,8 +117,8 @@ COVARIANCES = {
 def test_covariances_that_a_forward_has_changed(name):
     """In float32, of a jitter that only float64 keeps."""
     torch.manual_seed(0)
-    kernel, x, z = kernels.RBFKernel(), torch.rand(B, 1), torch.linspace(0, 1, M).unsqueeze(-1)
-    covariance = COVARIANCES[name]
+    kernel, x, z = kernels.ScaleKernel(kernels.RBFKernel()), torch.rand(B, 1), torch.linspace(0, 1, M).unsqueeze(-1)
+    kernel.outputscale, covariance = 1.7, COVARIANCES[name]
     forward = lambda x: gpytorch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance(kernel, x))
     wide = model_of(kernel, z, forward=forward).variational_strategy.project(x)
     matrix, residual = reference_of(covariance, kernel, x, z)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import gpytorch
@@ -86,24 +85,3 @@ def parameters(problem: Problem) -> dict[str, Tensor]:
 
 def all_finite(problem: Problem) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in parameters(problem).values())
-
-
-def hand_written_loop(problem: Problem, setting: Setting, steps: int, objective) -> list[float]:
-    """What a user writes: Adam on all data, no checks. Raises what a step raises."""
-    model, likelihood, x, y = problem
-    mll = objective(likelihood, model, len(y))
-    model.train()
-    likelihood.train()
-    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=setting.lr)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = -mll(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def is_sound(losses: list[float], problem: Problem) -> bool:
-    return all(map(math.isfinite, losses)) and all_finite(problem)
