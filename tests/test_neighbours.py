@@ -276,12 +276,15 @@ def test_refining_helps_where_the_residual_says_something(dtype):
     assert 0.88 < ((low < test[1]) & (test[1] < high)).double().mean() < 0.99
 
 
-def test_refining_does_not_hurt_where_the_residual_says_nothing():
-    x = torch.rand(1500, 3)
-    y = x.sum(-1) + torch.randn(1500)
+def test_refining_ends_at_the_models_own_prediction_where_the_residual_says_nothing():
+    x = torch.rand(600, 3)
+    y = x.sum(-1) + torch.randn(600)
     model = sparse_gp(x[:500], y[:500], 3.0, 1.0)
-    near = tighter_gp.NeighbourGP(model, model.likelihood, x[:500], y[:500])
-    assert nlpd(near, x[500:], y[500:]) < nlpd(model, x[500:], y[500:]) + 0.01
+    near = tighter_gp.NeighbourGP(model, model.likelihood, x[:500], y[:500], 5, 40)
+    found, usual = (tighter_gp.predict_y(m, m.likelihood, x[500:]) for m in (near, model))
+    assert near.num_neighbours == 0
+    torch.testing.assert_close(found.mean, usual.mean)
+    torch.testing.assert_close(found.variance, usual.variance)
 
 
 KERNELS = {
@@ -303,6 +306,27 @@ def test_neighbours_are_the_rows_most_correlated_a_priori(name):
     expected = (covariance.square() / variance).topk(4).values
     found = (covariance.square() / variance).gather(-1, near.nearest(case.test))
     torch.testing.assert_close(found.sort(descending=True).values, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_network_in_forward_and_a_mean_that_depends_on_the_input():
+    class Deep(type(Case("homoscedastic", 1).model)):
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(self.net(x)))
+
+    case = Case("homoscedastic", 4)
+    model = case.model
+    model.__class__ = Deep
+    model.net, model.mean_module = torch.nn.Linear(D, D), gpytorch.means.LinearMean(D)
+    tighter_gp.set_optimal_q(model, case.likelihood, case.x, case.y)
+    near = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y, 4, 3)
+    covariance = near.model.covar_module(near.model.net(case.test), near.model.net(case.x)).to_dense()
+    assert covariance.topk(4).indices.sort().values.equal(near.nearest(case.test).sort().values)
+    plain = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y, 4, 0)
+    shift = case.x @ model.mean_module.weights.detach() + model.mean_module.bias.detach()
+    model.mean_module = gpytorch.means.ZeroMean()
+    centred = tighter_gp.NeighbourGP(model, case.likelihood, case.x, case.y - shift.squeeze(-1), 4, 0)
+    added = plain.model.mean_module(case.test)
+    torch.testing.assert_close(plain(case.test).mean, centred(case.test).mean + added)
 
 
 def test_many_rows_are_searched_by_cells():

@@ -147,9 +147,9 @@ CALLS = {
     # conditionals
     "unknown conditional": (lambda: gp(conditional="tight"), ValueError, "'tight'; choose 'optimal', 'beta', 'scalar'"),
     "conditional of another batch": (
-        lambda: gp(conditional=BetaConditional(torch.Size([2])), batch_shape=torch.Size([3])),
-        (ValueError, RuntimeError),
-        r"batch_shape \(2,\).*does not fit|broadcast",
+        lambda: gp(conditional=BetaConditional(torch.Size([2, 3])), batch_shape=torch.Size([3])),
+        ValueError,
+        r"batch_shape \(2, 3\), which does not fit .* \(3,\); build it with batch_shape",
     ),
     "negative beta": (lambda: set_to(BetaConditional(), "beta", -1.0), ValueError, "beta must be positive and finite"),
     "scale of one": (lambda: set_to(ScalarConditional(), "m", 1.0), ValueError, "strictly between 0 and 1; got"),

@@ -118,19 +118,3 @@ def test_a_q_wider_than_the_prior_is_said_and_keeps_its_mean():
     with pytest.warns(NumericalWarning, match="wider than the prior"):
         gp = model.variational_strategy.amortized_exact_gp()
     torch.testing.assert_close(gp(TEST).mean, model.eval()(TEST).mean, rtol=1e-4, atol=1e-5)
-
-
-def test_what_a_fantasy_cannot_know_is_refused():
-    *_, model = svgp()
-    with pytest.raises(NotImplementedError, match=r"GaussianLikelihood as model\.likelihood; got none"):
-        model.get_fantasy_model(NEW_X, NEW_Y)
-    model.likelihood = gpytorch.likelihoods.StudentTLikelihood()
-    with pytest.raises(NotImplementedError, match="got StudentTLikelihood"):
-        model.get_fantasy_model(NEW_X, NEW_Y)
-    model.likelihood, plain = make_noise(NOISE), model.forward
-    model.forward = lambda x: plain(2 * x)
-    with pytest.raises(NotImplementedError, match="with nothing done to x before"):
-        model.get_fantasy_model(NEW_X, NEW_Y)
-    del model.forward, model.mean_module
-    with pytest.raises(ModuleNotFoundError, match="mean_module: pass mean_module="):
-        model.get_fantasy_model(NEW_X, NEW_Y)

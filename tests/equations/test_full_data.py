@@ -110,6 +110,21 @@ def test_a_collapsed_model_has_its_objective(bound, training, noise):
     assert_state(model, before)
 
 
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_gpytorchs_own_sgpr_and_exact_gp_have_their_objective(is_sparse):
+    kernel = make_kernel("rbf", P.variance, P.lengthscales)
+    model = CollapsedGP(P.x, P.y, P.z, kernel, make_noise(NOISE), bound="titsias")
+    sparse = gpytorch.kernels.InducingPointKernel(kernel, P.z.clone(), model.likelihood)
+    model.covar_module = sparse if is_sparse else kernel
+    expected = (
+        dense.f1(P._replace(noise=torch.full((N,), NOISE)))
+        if is_sparse
+        else dense.evidence(P._replace(noise=torch.full((N,), NOISE)))
+    )
+    found = evaluate_bound(model, model.likelihood, P.x, P.y)
+    torch.testing.assert_close(found, expected, rtol=1e-4 if is_sparse else 1e-9, atol=0.0)  # its kernel adds a jitter
+
+
 class DeepKernelGP(GP):
     def __init__(self):
         super().__init__(

@@ -110,16 +110,6 @@ def test_poisson_log_marginal_is_accurate_with_the_default_nodes():
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
 
 
-def test_poisson_marginal_is_a_mixture_with_the_integrated_rate():
-    """GPyTorch's convention without a closed form: one Poisson for each sample of f, samples first."""
-    mean, variance = MEAN[:3], VARIANCE[:3]
-    with gpytorch.settings.num_likelihood_samples(40_000):
-        marginal = PoissonLikelihood()(q(mean, variance))
-    assert isinstance(marginal, torch.distributions.Poisson)
-    assert marginal.rate.shape == (40_000, 3)
-    torch.testing.assert_close(marginal.rate.mean(0), integral(torch.exp, mean, variance), rtol=0.05, atol=0)
-
-
 # ---- Both -------------------------------------------------------------------------------------------------------------
 
 OURS = {"logit": (fine_logit, LABELS), "poisson": (fine_poisson, COUNTS)}
@@ -225,11 +215,6 @@ def test_learned_noise_is_added_to_the_fixed_noise_once(in_call):
     assert gradient.item() > 0
 
 
-def test_noise_of_dirichlet_classification_is_that_of_each_class_and_point():
-    likelihood = stock.DirichletClassificationLikelihood(torch.tensor([0, 1, 2, 1]), dtype=torch.float64)
-    assert torch.equal(gaussian_noise(likelihood, size(3), size(4)), likelihood.noise)
-
-
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize(("has_global", "has_task"), [(True, True), (True, False), (False, True)])
 def test_noise_of_tasks_is_the_sum_of_the_global_and_their_own(has_global, has_task, batch):
@@ -266,12 +251,6 @@ def test_noise_is_what_gpytorch_adds_to_the_marginal(name):
 # ---- Properties: which targets count ----------------------------------------------------------------------------------
 
 NAN = float("nan")
-
-
-@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
-def test_nan_is_missing_for_the_likelihood_with_missing_observations():
-    mask = observed(stock.GaussianLikelihoodWithMissingObs(), torch.tensor([1.0, NAN, 2.0]), size(3))
-    assert mask.tolist() == [True, False, True]
 
 
 def test_nan_is_missing_under_the_fill_policy():

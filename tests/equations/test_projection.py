@@ -79,6 +79,19 @@ def test_a_and_d_and_their_gradients(name):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [kernels.RBFKernel, lambda: kernels.ScaleKernel(kernels.MaternKernel(1.5))])
+def test_many_dimensions(make):
+    """Distances are another product there."""
+    torch.manual_seed(1)
+    kernel, x, z = make(), torch.randn(B, 90) / 5, torch.randn(M, 90) / 5
+    inputs = x.clone().requires_grad_()
+    found = model_of(kernel, z).variational_strategy.project(inputs)
+    matrix, residual = reference(lambda a, b: dense(kernel, a, b), inputs, z, 1e-6)
+    torch.testing.assert_close(found.residual, residual, rtol=1e-8, atol=1e-8)
+    slopes = (torch.autograd.grad(each.sin().sum(), inputs)[0] for each in (found.matrix, matrix))
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-8)
+
+
 def test_inputs_that_are_inducing_points_leave_nothing():
     torch.manual_seed(0)
     z = torch.randn(M, D)

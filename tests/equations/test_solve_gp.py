@@ -22,7 +22,7 @@ from tests.tools import dense
 from tests.tools.factories import make_kernel, make_noise
 from tests.tools.golden import VECTORS
 from tests.tools.solve_gp import DISTRIBUTIONS, MU, Joint, joint_svgp, logarithm, make_solve_gp, random_parts, trace
-from tighter_gp import TighterELBO
+from tighter_gp import SolveGPVariationalStrategy, TighterELBO
 from tighter_gp.maths import solve_gp
 
 
@@ -351,6 +351,15 @@ def test_state_dict_round_trip():
 
 
 # ---- Bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_fixed_locations_are_buffers_and_one_dimensional_points_get_a_column():
+    q = [CholeskyVariationalDistribution(4), CholeskyVariationalDistribution(3)]
+    points = torch.linspace(0, 1, 4), torch.linspace(0.1, 0.9, 3)
+    strategy = SolveGPVariationalStrategy(None, *points, *q, learn_inducing_locations=False)
+    assert not any("points" in name for name, _ in strategy.named_parameters())
+    assert sum("points" in name for name in strategy.state_dict()) == 2
+    assert strategy.all_points().shape == (7, 1)
 
 
 @pytest.mark.parametrize("jitter_val", [None, 1e-4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -117,33 +116,3 @@ def test_lowest_versions_are_named_and_below_those_tested():
     number = lambda text: [int(part) for part in re.findall(r"\d+", text)[:3]]
     for name, pin in pins.items():
         assert number(floors[name]) <= number(pin), name
-
-
-def test_outcomes_of_versions_replace_those_of_the_same_python(tmp_path):
-    path = tmp_path / "made" / "versions.jsonl"
-    for which, python, outcome in [
-        ("lowest", "3.10.2", "failed"),
-        ("tested", "3.12.1", "passed"),
-        ("tested", "3.10.2", "passed"),
-        ("lowest", "3.10.9", "passed"),
-    ]:
-        versions._write(path, {"which": which, "python": python, "outcome": outcome, "error": "long"})
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [(one["which"], one["python"], one["outcome"]) for one in lines] == [
-        ("tested", "3.10.2", "passed"),
-        ("tested", "3.12.1", "passed"),
-        ("lowest", "3.10.9", "passed"),
-    ]
-    assert "error" not in lines[0]
-
-
-def test_an_interpreter_is_found_by_its_version(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
-    assert versions.interpreter("3.12") is None
-    python = tmp_path / "pyenv" / "versions" / "3.12.7" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho Python 3.12.7\n")
-    python.chmod(0o755)
-    assert versions.interpreter("3.12") == str(python)
-    assert versions.interpreter("3.1") is None

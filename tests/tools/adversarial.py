@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import gpytorch
-import torch
 from torch import Tensor
 
-import tighter_gp
 from tests.tools.factories import GP
 
 N, M, D = 60, 15, 2
@@ -48,62 +45,3 @@ class Problem(NamedTuple):
     likelihood: gpytorch.likelihoods.GaussianLikelihood
     x: Tensor
     y: Tensor
-
-
-def build(
-    setting: Setting,
-    strategy=tighter_gp.TighterVariationalStrategy,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    jitter_val: float | None = None,
-) -> Problem:
-    """Data and an untrained model of a setting; the numbers are those of float32 in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(N, D, generator=generator, dtype=torch.float32)
-    y = torch.sin(6 * x[:, 0]) + x[:, 1] + 0.1 * torch.randn(N, generator=generator, dtype=torch.float32)
-    z = x[:M].clone() if setting.points == "spread" else x[torch.arange(M) % 3].clone()
-    variance = 1.0
-    if setting.targets == "unscaled":
-        y, variance = 1e3 * y, 1e6
-    base = gpytorch.kernels.RBFKernel() if setting.kernel == "rbf" else gpytorch.kernels.MaternKernel(2.5)
-    kernel = gpytorch.kernels.ScaleKernel(base)
-    kernel.outputscale = variance
-    kernel.base_kernel.lengthscale = 0.3 if setting.lengthscale == "short" else 100.0
-    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.Positive())
-    likelihood.noise = setting.noise
-    x, y, z = x.to(dtype), y.to(dtype), z.to(dtype)
-    q = gpytorch.variational.CholeskyVariationalDistribution(M)
-    model = GP(lambda model: strategy(model, z, q, jitter_val=jitter_val), kernel)
-    return Problem(model.to(dtype), likelihood.to(dtype), x, y)
-
-
-def parameters(problem: Problem) -> dict[str, Tensor]:
-    """Every parameter of model and likelihood, by name."""
-    modules = {"model": problem.model, "likelihood": problem.likelihood}
-    return {f"{key}.{name}": value for key, module in modules.items() for name, value in module.named_parameters()}
-
-
-def all_finite(problem: Problem) -> bool:
-    return all(bool(torch.isfinite(value).all()) for value in parameters(problem).values())
-
-
-def hand_written_loop(problem: Problem, setting: Setting, steps: int, objective) -> list[float]:
-    """What a user writes: Adam on all data, no checks. Raises what a step raises."""
-    model, likelihood, x, y = problem
-    mll = objective(likelihood, model, len(y))
-    model.train()
-    likelihood.train()
-    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=setting.lr)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = -mll(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def is_sound(losses: list[float], problem: Problem) -> bool:
-    return all(map(math.isfinite, losses)) and all_finite(problem)
