@@ -213,6 +213,8 @@ def _has_pinned_memory(device_type: str) -> bool:
     """Whether torch pins memory for this kind of device: its one accelerator, which before torch 2.6 is CUDA."""
     if not hasattr(torch, "accelerator"):
         return device_type == "cuda"
+    if not torch.accelerator.is_available():
+        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device_type == accelerator.type != "mps"
 
