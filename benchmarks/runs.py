@@ -159,7 +159,7 @@ class Session:
         return self.checkpoint({**run, "method": "shared"})
 
     def forget(self, checkpoint: Path) -> None:
-        """Delete a checkpoint that nobody needs any more, and the folder with the last of them."""
+        """Delete a checkpoint that is needed no longer, and the folder with the last of them."""
         if distributed.rank() == 0:
             checkpoint.unlink(missing_ok=True)
             if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
