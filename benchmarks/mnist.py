@@ -154,7 +154,7 @@ def bounds(method: str, model: Any, likelihood: Any, data: Split, start: models.
 
 @contextmanager
 def _test_draws() -> Iterator[None]:
-    """The draws of the reported numbers, the same whoever asks."""
+    """The draws of the reported numbers, the same for every method."""
     with torch.random.fork_rng(devices=[]), gpytorch.settings.num_likelihood_samples(_TEST_SAMPLES):
         torch.manual_seed(0)
         yield

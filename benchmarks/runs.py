@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -158,7 +159,7 @@ class Session:
         return self.checkpoint({**run, "method": "shared"})
 
     def forget(self, checkpoint: Path) -> None:
-        """Delete a checkpoint that nobody needs any more, and the folder with the last of them."""
+        """Delete a checkpoint that is needed no longer, and the folder with the last of them."""
         if distributed.rank() == 0:
             checkpoint.unlink(missing_ok=True)
             if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
@@ -285,25 +286,15 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with contextlib.suppress(OSError):  # without it the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # the peak is then that of the whole process
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """Most memory held since :func:`reset_peak_memory`, in MB: of the device for CUDA, of the process otherwise."""
+    """Most memory held since :func:`reset_peak_memory`, in MB: of the device for CUDA, of the process under Linux."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return round(int(line.split()[1]) * 1024 / 1e6, 1)
-    except OSError:
-        pass
-    try:
-        import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return round(found[0] * 1024 / 1e6, 1) if found else None

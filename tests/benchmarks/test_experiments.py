@@ -100,7 +100,6 @@ def test_all_experiments_are_listed(capsys):
         (("uci", "--datasets", "mine", "mine"), "--datasets names something twice"),
         (("uci", "--datasets", "mine", "--epochs", "-1"), "--epochs must be positive"),
         (("uci", "--datasets", "mine", "--device", "toaster"), "--device toaster"),
-        (("mnist", "--splits", "1"), "--splits is not for this experiment: there is one split, 0"),
         (("uci", "--datasets", "wine"), "uci/wine/data.csv.gz is not in"),
         (("snelson",), "snelson.csv is not in"),
         (("guess",), "unknown experiment 'guess'"),
