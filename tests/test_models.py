@@ -89,6 +89,7 @@ MAKERS = {
     "regression": lambda x: models.Regression(x, num_inducing=5),
     "binary": lambda x: models.BinaryClassification(x, num_inducing=5),
     "counts": lambda x: models.CountRegression(x, num_inducing=5),
+    "noise": lambda x: models.HeteroscedasticRegression(x, num_inducing=5),
     "outputs": lambda x: models.MultiOutputRegression(2, x, num_inducing=5),
     "classes": lambda x: models.MultiClassification(3, x, num_inducing=5),
 }

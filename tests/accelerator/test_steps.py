@@ -63,7 +63,7 @@ class Wide(TorchDispatchMode):
         return result
 
 
-NEED_FLOAT64 = ("Blocks", "collapsed kernel", "CollapsedGP")
+NEED_FLOAT64 = ("Blocks", "collapsed kernel", "collapsed GPLVM", "CollapsedGP")
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NEED_FLOAT64])
