@@ -48,7 +48,9 @@ class _CustomFit:
         self, mll: Any, closure: Any = None, closure_kwargs: Any = None, optimizer_kwargs: Any = None, **kwargs: Any
     ) -> Any:
         """Train by the recipe; further arguments are those of :func:`tighter_gp.fit`."""
-        (x,), arguments = self.train_inputs, {"epochs": 100, "progress": False, **kwargs}
+        (x,), arguments = self.train_inputs, {"progress": False, **kwargs}
+        if "steps" not in arguments:
+            arguments.setdefault("epochs", 100)
         fit(self, mll.likelihood, x, self.train_targets, objective=lambda *_: mll, **arguments)
         return mll.eval()
 
