@@ -81,7 +81,7 @@ def expected_log_prob(points: Projection, y: Tensor, noise: Tensor, mean: Tensor
     :param covariance: :math:`S` of q(w), ``... x M x M``.
     """
     matrix = points.matrix
-    location = points.mean + projected_mean(matrix, Whitened(mean.to(matrix.dtype)))
+    location = points.mean + projected_mean(matrix, Whitened(mean.to(matrix.dtype)))  # mu_n  [..., B]
     explained = (matrix * (covariance.to(matrix.dtype) @ matrix.detach())).sum(-2)  # s_n = a_n'S a_n
     explained = 2 * explained - explained.detach()  # whose slope in a_n is 2 S a_n: one product, not two
     return gaussian_expected_log_prob(y, location, explained, noise.to(explained.dtype)).double().sum(-1)
@@ -142,10 +142,10 @@ def chunked_bound(
         project = lambda rows: prior(x[rows])
         kept = list(map(project, rows_of)) if x.size(-2) * prior.num_inducing <= _KEPT else None
         walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
-        precision = noise.detach().reciprocal()
+        precision = noise.detach().reciprocal()  # 1 / sigma_n^2  [N]
         sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
         best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
-        covariance = torch.cholesky_inverse(best.factor)
+        covariance = torch.cholesky_inverse(best.factor)  # S = (I + G)^-1  [M, M]
         cost = price(residual, noise.double()) if sets is None else residual.sum() * 0
         slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
         total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost

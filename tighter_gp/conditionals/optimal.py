@@ -82,7 +82,7 @@ class OptimalConditional(Conditional):
         def excess(x: Tensor) -> Tensor:
             return x + torch.log1p((curvature(x.exp()) * residual).clamp_min(0)).clamp_max(-_LEAST_LOG_SCALE)
 
-        above = torch.zeros_like(residual)
+        above = torch.zeros_like(residual)  # x = log m = 0  [..., B]
         excess_above = excess(above)
         below = excess_below = torch.zeros_like(above)  # until one is found
         is_bracketed = was_below = torch.zeros_like(above, dtype=torch.bool)

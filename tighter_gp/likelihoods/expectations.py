@@ -201,7 +201,7 @@ def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **
         >>> tighter_gp.likelihoods.expectations.sampled_log_prob(likelihood, torch.tensor([0, 2]), q).shape
         torch.Size([2])
     """
-    samples = place_samples(q, draw_samples(q)).detach()
+    samples = place_samples(q, draw_samples(q)).detach()  # [S, ..., N, T]
     value = log_prob_of_samples(likelihood, targets, samples, **kwargs).mean(0)  # the likelihood's own parameters
     slope, curvature = _sampled_slopes(likelihood, targets, q, samples, **kwargs)
     by_mean = slope * (q.mean - q.mean.detach())

@@ -71,7 +71,7 @@ def collapse(gram: Tensor, linear: Tensor, factorize: Callable[[Tensor], Tensor]
         >>> tighter_gp.maths.collapsed.collapse(torch.tensor([[3.0]]), torch.tensor([2.0])).root
         tensor([[0.5000]])
     """
-    factor = factorize(gram)
+    factor = factorize(gram)  # L_B  [..., M, M]
     return Collapsed(factor, torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1))
 
 

@@ -128,7 +128,9 @@ class _Batch(NamedTuple):
     def gaussian(self) -> tuple[Tensor, Tensor]:
         """Expected log density and price, point by point, in closed form."""
         q, residual, origin = self.q, self.carrier.residual, self.carrier.origin
-        noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **self.kwargs)
+        noise = gaussian_noise(
+            self.likelihood, q.batch_shape, q.event_shape, **self.kwargs
+        )  # sigma_n^2, broadcasts to y
         if self.conditional.is_learned:
             kept, penalty = self.learned()
         else:
@@ -136,7 +138,7 @@ class _Batch(NamedTuple):
             precision = self.sum_copies(pull_back(q, self.carrier, _masked(noise.reciprocal(), self.mask))) / self.beta
             within = lambda sets: origin.strategy.prior().residual_within(origin.projection, origin.x, sets)
             kept, penalty = self.conditional.optimum(residual, precision, within, origin.index)
-        variance = self.carrier.explained + kept
+        variance = self.carrier.explained + kept  # s_n + m_n d_n of the latent functions
         if not self.is_plain:
             variance = event_variance(with_variance(q, variance))
         return gaussian_expected_log_prob(self.target, q.mean, variance, noise), penalty
@@ -147,7 +149,7 @@ class _Batch(NamedTuple):
             kept, penalty = self.learned()
         elif not self.conditional.is_gaussian_only:
             scale = self.best_scale()
-            kept, penalty = scale * self.carrier.residual, scale_penalty(scale)
+            kept, penalty = scale * self.carrier.residual, scale_penalty(scale)  # m_n d_n and -phi(m_n)
         else:
             raise no_closed_form(self.conditional, self.likelihood)
         is_sampled = self.by_curvature and family(self.likelihood).is_sampled
@@ -160,7 +162,7 @@ class _Batch(NamedTuple):
         if not self.carrier.learned:  # in eval mode
             raise ValueError(f"{type(self.conditional).__name__} needs model(x, index=rows), also in eval mode.")
         scale, penalty = self.carrier.learned
-        kept = scale * self.carrier.residual
+        kept = scale * self.carrier.residual  # m_n d_n
         if self.mask is not None or not self.is_plain:
             weights = torch.ones_like(self.q.mean) if self.mask is None else self.seen().to(self.q.mean.dtype)
             penalty = penalty * (self.sum_copies(pull_back(self.q, self.carrier, weights)) > 0)

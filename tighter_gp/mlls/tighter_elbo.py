@@ -130,7 +130,7 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
         carrier, gp = carrier_of(variational_dist_f), self.model
         log_likelihood, conditional = self._data_terms(carrier, variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
-        log_likelihood = log_likelihood / num_batch
+        log_likelihood = log_likelihood / num_batch  # a mean over the batch, as an estimate of that over the data
         added_loss: Tensor | float = 0.0
         for term in gp.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm):

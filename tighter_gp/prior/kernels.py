@@ -155,7 +155,7 @@ class _Stationary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, rows: slice, columns: slice, scale: Tensor | None, profile: Profile) -> Tensor:
-        value, slope, ctx.factor = profile(squared_distance(x, rows, columns))
+        value, slope, ctx.factor = profile(squared_distance(x, rows, columns))  # [..., N1, N2]
         value = value if scale is None else scale * value
         ctx.save_for_backward(x, scale, slope, value)
         ctx.slices = rows, columns
@@ -185,11 +185,11 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
     Zero on the main diagonal if both begin with the same inputs.
     """
     wide = x if float32_factor.on() else x.double()
-    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()  # |x|^2  [..., N, 1]
     first, second, norm1, norm2 = wide[..., rows, :], wide[..., columns, :], norms[..., rows, :], norms[..., columns, :]
     if x.size(-1) <= _FEW_DIMENSIONS:  # |a|^2 - 2 a'b + |b|^2 as one product
         left = torch.cat([first * -2, norm1, torch.ones_like(norm1)], -1)
-        squared = left @ torch.cat([second, torch.ones_like(norm2), norm2], -1).mT
+        squared = left @ torch.cat([second, torch.ones_like(norm2), norm2], -1).mT  # inner dimension D + 2
     else:
         squared = (first @ second.mT).mul_(-2).add_(norm1).add_(norm2.mT)
     squared = squared.to(x.dtype).clamp_min_(0)

@@ -99,7 +99,7 @@ class Prior:
         :param x: ``... x B x D``.
         :param check: Whether to look at once, which waits for an accelerator. Otherwise what failed is NaN.
         """
-        mean, covar = self.joint(x, **kwargs)
+        mean, covar = self.joint(x, **kwargs)  # [..., B] and [..., M + B, M + B], lazy
         known = self._factor(covar, self._first_dtype(x.dtype)) if self.factor is None else (self.factor,)
         matrix, residual, ok = self._project(covar, *known)
         if not check:
@@ -179,7 +179,7 @@ class Prior:
             inducing, cross = block(covar, top, slice(None), dtype).tensor_split([self.num_inducing], dim=-1)
         else:
             inducing, cross = block(covar, top, top, _wide()), None
-        chol, info = torch.linalg.cholesky_ex(self._jittered(inducing, dtype))
+        chol, info = torch.linalg.cholesky_ex(self._jittered(inducing, dtype))  # L  [..., M, M]
         # On CUDA NaN factorises without complaint.
         ok = (info == 0).all() & torch.isfinite(chol.diagonal(dim1=-1, dim2=-2)).all()
         limit = self._limit(chol, dtype)
@@ -215,10 +215,10 @@ class Prior:
         rest = slice(self.num_inducing, None)
         if cross is None:
             cross = block(covar, slice(None, self.num_inducing), rest, factor.dtype)
-        variance = diagonal(covar, rest, factor.dtype)
-        matrix, norms = whiten(factor.covariance, factor.chol, cross)
+        variance = diagonal(covar, rest, factor.dtype)  # k_nn  [..., B]
+        matrix, norms = whiten(factor.covariance, factor.chol, cross)  # A  [..., M, B] and a_n'a_n  [..., B]
         residual = (variance - norms).clamp_min(0)  # [..., B]
-        is_finite = torch.isfinite(residual.detach().sum())
+        is_finite = torch.isfinite(residual.detach().sum())  # false for NaN in inputs and hyperparameters too
         ok = is_finite if ok is None else ok & is_finite
         if factor.limit is not None and variance.numel():
             ok = ok & (variance.detach().amax() <= factor.limit)

@@ -97,7 +97,7 @@ class TighterStrategy(VariationalStrategy):
         :param gram: :math:`\sum_n a_n a_n^\top / \sigma_n^2`, ``... x M x M``.
         :param linear: :math:`\sum_n a_n (y_n - \mu(x_n)) / \sigma_n^2`, ``... x M``.
         """
-        mean, start = collapse(gram, linear).weights, 0
+        mean, start = collapse(gram, linear).weights, 0  # (I + G)^-1 l  [..., M]
         for distribution in self.distributions:
             rows = slice(start, start := start + distribution.num_inducing_points)
             set_distribution(distribution, mean[..., rows], add_identity(gram[..., rows, rows]))
@@ -138,7 +138,7 @@ class TighterStrategy(VariationalStrategy):
 
         def joint(x: Tensor, **kwargs: Any) -> tuple[Tensor, LinearOperator]:
             batch = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
-            inputs = [part.expand(*batch, *part.shape[-2:]) for part in (points, x)]
+            inputs = [part.expand(*batch, *part.shape[-2:]) for part in (points, x)]  # [..., M, D] and [..., B, D]
             prior = self.model.forward(torch.cat(inputs, dim=-2), **kwargs)
             return prior.mean[..., points.size(-2) :], prior.lazy_covariance_matrix
 
@@ -202,21 +202,23 @@ class TighterStrategy(VariationalStrategy):
         **kwargs: Any,
     ) -> MultivariateNormal:
         r"""From (prior mean, A, d) and q(w) to q(f), whose covariance carries :math:`(s, d)`."""
-        points = self.project(x, **kwargs) if projection is None else projection
+        points = self.project(x, **kwargs) if projection is None else projection  # A is [..., M, B]
         q = [part.to(points.matrix.dtype) for part in self.q()]
-        mean, explained = explained_moments(points.matrix, *q)
+        mean, explained = explained_moments(points.matrix, *q)  # A'm and s  [..., B]
         origin = Origin(self, x, index, points, mean, explained, q)
         dtype = points.mean.dtype
         # GPyTorch adds the jitter to the data's diagonal too. It rides in s, so that all bounds pay the same for it.
         location, s = points.mean + mean.to(dtype), explained.to(dtype) + self.jitter_val
-        location, s, residual = torch.broadcast_tensors(location, s, points.residual.to(dtype))
+        location, s, residual = torch.broadcast_tensors(
+            location, s, points.residual.to(dtype)
+        )  # of all functions of the batch
         conditional, kept, learned = self.conditional, residual, []
         if conditional.is_learned and (self.training or index is not None or not conditional.needs_index):
             choose = conditional.scale, conditional.penalty
             learned = [function(residual, index=index).expand_as(residual) for function in choose]
-            kept = learned[0] * residual if self.training else residual
+            kept = learned[0] * residual if self.training else residual  # m_n d_n
         shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
-        whole = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)
+        whole = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)  # [..., B, B]
         lazy = None if self.training and learned else whole
         return MultivariateNormal(location, Carrier(s + kept, s, residual, *learned, lazy=lazy, origin=origin))
 
