@@ -358,3 +358,16 @@ def test_refusals():
         tighter_gp.NeighbourGP(case.model, gpytorch.likelihoods.StudentTLikelihood(), case.x, case.y)
     with pytest.raises(ValueError, match="Expected x of shape N x D"):
         tighter_gp.NeighbourGP(case.model, case.likelihood, case.x, case.y[:-1])
+
+
+def test_new_rows_that_do_not_fit_are_refused():
+    torch.manual_seed(0)
+    x = torch.rand(60, 2)
+    y = torch.sin(6 * x[:, 0])
+    model = tighter_gp.models.Regression(x, num_inducing=5)
+    near = tighter_gp.NeighbourGP(model, model.likelihood, x, y, num_neighbours=5, steps=0)
+    for new_x, new_y in ((x[:9], y[:8]), (torch.rand(4, 3), y[:6]), (x[:2], torch.tensor([0.0, torch.nan]))):
+        with pytest.raises(ValueError, match="Expected x of shape B x 2|NaN or infinity"):
+            near.add(new_x, new_y)
+    with pytest.raises(ValueError, match="its own .likelihood"):
+        tighter_gp.predict_y(near, model.likelihood, x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from botorch.models.approximate_gp import ApproximateGPyTorchModel
 from botorch.models.transforms.input import InputTransform
-from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.models.transforms.outcome import OutcomeTransform, Standardize
 from botorch.posteriors import Posterior
 from botorch.sampling.pathwise.features import KernelEvaluationMap
 from botorch.sampling.pathwise.paths import GeneralizedLinearPath
@@ -70,7 +70,8 @@ class SingleTaskTighterGP(ApproximateGPyTorchModel):
     :param train_Y: Targets, ``N x T``.
     :param likelihood: Default Gaussian noise, for each output.
     :param inducing_points: How many, by k-means; or the points, ``M x D``, as the model sees inputs after the transform.
-    :param outcome_transform: Of BoTorch, for the targets.
+    :param outcome_transform: Of BoTorch, for the targets: by default ``Standardize``, as of BoTorch's ``SingleTaskGP``, where no
+        likelihood is given; None for none.
     :param input_transform: Of BoTorch, for the inputs.
     :param kwargs: Of :class:`~tighter_gp.models.Regression`: ``covar_module``, ``mean_module``.
 
@@ -90,10 +91,12 @@ class SingleTaskTighterGP(ApproximateGPyTorchModel):
         train_Y: Tensor,
         likelihood: Likelihood | None = None,
         inducing_points: int | Tensor = 256,
-        outcome_transform: OutcomeTransform | None = None,
+        outcome_transform: OutcomeTransform | str | None = "standardize",
         input_transform: InputTransform | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(outcome_transform, str):  # as SingleTaskGP does; of other likelihoods targets are what they are
+            outcome_transform = Standardize(train_Y.size(-1)) if likelihood is None else None
         with torch.no_grad():
             x, y = self.transform_inputs(train_X, input_transform), train_Y
             if outcome_transform is not None:

@@ -207,9 +207,15 @@ class NeighbourGP(RowSearch):
         :param y: Targets, ``B``.
         :param noise: Under fixed noise: their noise variances, which are multiplied by ``noise_factor``.
         """
-        start = len(self.y)
-        self.x = torch.cat([self.x, _as_rows("x", x).reshape(-1, self.x.size(-1)).to(self.x)])
-        self.y = torch.cat([self.y, _as_rows("y", y).reshape(-1).to(self.y)])
+        start, x, y = len(self.y), _as_rows("x", x), _as_rows("y", y).reshape(-1)
+        x = x.reshape(len(x), -1)
+        if x.size(-1) != self.x.size(-1) or len(x) != len(y):
+            raise ValueError(
+                f"Expected x of shape B x {self.x.size(-1)} and y of shape B; got {tuple(x.shape)} and {tuple(y.shape)}."
+            )
+        if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+            raise ValueError("The new rows hold NaN or infinity; leave them out.")
+        self.x, self.y = torch.cat([self.x, x.to(self.x)]), torch.cat([self.y, y.to(self.y)])
         if noise is not None:
             new = _as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
             self.noise = torch.cat([self.noise.expand(start), new])

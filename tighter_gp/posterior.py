@@ -168,7 +168,8 @@ def tighter_strategy(model: Any) -> TighterStrategy:
     if not isinstance(strategy, TighterStrategy):
         raise TypeError(
             "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several "
-            f"tasks; got {type(model).__name__} with {type(strategy).__name__}."
+            f"tasks; got {type(model).__name__} with {type(strategy).__name__}. Of a module around a GP pass the GP, with the "
+            "inputs it is called with."
         )
     if has_own_call(model):
         raise TypeError(

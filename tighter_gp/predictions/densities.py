@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 from torch.special import log_ndtr, ndtr
 
+from ..likelihoods import HeteroscedasticGaussianLikelihood
 from ..likelihoods.family import family
 from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
 from .given_f import density, distribution_function, entries, log_density, unchecked
@@ -263,6 +264,42 @@ class Laplace(ScaleMixture):
         return torch.zeros_like(self.spread), self.spread
 
 
+class VaryingNoise(ScaleMixture):
+    """Gaussian noise whose log variance is the second of two functions."""
+
+    limits = -40.0, 40.0
+
+    def __init__(self, likelihood: Any, f: Marginals, *rest: Any) -> None:
+        super().__init__(likelihood, Marginals(f.mean[..., 0], f.variance[..., 0]), *rest)
+        self.log_noise = f.mean[..., 1], f.variance[..., 1].clamp_min(1e-12)
+
+    @property
+    def spread(self) -> Tensor:
+        """:math:`w`."""
+        return self.log_noise[0].exp()
+
+    @property
+    def width(self) -> Tensor:
+        """How far t varies."""
+        return self.log_noise[1].sqrt()
+
+    def log_weight(self, t: Tensor) -> Tensor:
+        """Log density of t, minus what g differs from its mean by."""
+        return _normal_log_prob(t, self.log_noise[1])
+
+    def sample(self) -> Tensor:
+        """A draw of y for each entry of f."""
+        mean, variance = self.log_noise
+        f = self.f.place(torch.randn_like(self.f.mean))
+        log_noise = mean + variance.sqrt() * torch.randn_like(f)
+        return f + (0.5 * log_noise).exp() * torch.randn_like(f)
+
+    def noise(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance."""
+        mean, variance = self.log_noise
+        return torch.zeros_like(mean), (mean + variance / 2).exp()
+
+
 class Binary(OneFunction):
     """Two classes, any link."""
 
@@ -324,6 +361,7 @@ _CLOSED_FORMS: tuple[tuple[Any, type[Density]], ...] = (
     (likelihoods.LaplaceLikelihood, Laplace),
     (likelihoods.StudentTLikelihood, ScaleMixture),
     (likelihoods.SoftmaxLikelihood, Classes),
+    (HeteroscedasticGaussianLikelihood, VaryingNoise),
 )
 
 

@@ -22,7 +22,7 @@ from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
-from .densities import Classes, Density, Gaussian, OneFunction, kind_of, log_mean
+from .densities import Classes, Density, Gaussian, OneFunction, VaryingNoise, kind_of, log_mean
 from .f import f_at
 from .points import Marginals, add_noise, marginals
 
@@ -74,6 +74,9 @@ def predict_y(
         raise TypeError(
             "The nodes of a DSPP have weights of their own, which predict_y does not know; use its likelihood."
         )
+    own = getattr(model, "likelihood", likelihood)
+    if hasattr(model, "f_at") and own is not likelihood:
+        raise ValueError(f"A {type(model).__name__} has refined its noise: pass its own .likelihood.")
     f = f_at(model, x, batch_size=batch_size, num_samples=(num_samples or 64) if is_deep else None, seed=seed)
     return PredictiveDistribution(
         likelihood,
@@ -172,7 +175,7 @@ class PredictiveDistribution:
     def _y_shape(self) -> torch.Size:
         """The shape of the targets."""
         shape = self._f.mean.shape[1:] if self._num_components else self._f.mean.shape
-        if issubclass(self._kind, Classes):
+        if issubclass(self._kind, Classes | VaryingNoise):
             return shape[:-1]
         if self._kind is not Density:
             return shape

@@ -11,6 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihood, LaplaceLikelihood, Multitas
 from torch import Tensor
 
 from ..checks import NUMERICAL_ERRORS
+from ..likelihoods import HeteroscedasticGaussianLikelihood
 from ..posterior import has_own_call
 from ..strategies import TighterStrategy
 from . import distributed
@@ -32,7 +33,9 @@ _CONSTANT, _DOZENS, _FEW = 0.03, 50, 20
 
 def say_how_targets_spread(likelihood: Any, source: Any) -> None:
     """Say if the targets are far from unit variance, by a sample of them."""
-    is_scaled = isinstance(likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood))
+    is_scaled = isinstance(
+        likelihood, (GaussianLikelihood, MultitaskGaussianLikelihood, HeteroscedasticGaussianLikelihood)
+    )
     if not is_scaled or not isinstance(source, ArrayBatches):
         return
     targets = source.y

@@ -241,7 +241,8 @@ class Run:
         for number, callback in enumerate(plan.callbacks[max(0, first - 1) :], max(1, first)):
             state.pending = number + 1
             answer = callback(seen)
-            if distributed.agreed(answer is True or (isinstance(answer, np.bool_) and bool(answer)), problem.device):
+            is_true = answer is True or (isinstance(answer, (np.bool_, torch.BoolTensor)) and bool(answer))
+            if distributed.agreed(is_true, problem.device):
                 history.stopped, stop = history.stopped or "a callback asked for it", True
             for module in (problem.model, problem.likelihood):
                 if not module.training:  # a callback that predicts
