@@ -95,3 +95,26 @@ def test_predictions_are_near_the_truth():
     assert 0.85 < ((low < y[test]) & (y[test] < high)).double().mean() < 0.95
     wide = (high - low)[x[test, 0] > 5].mean() / (high - low)[x[test, 0] < 1].mean()
     assert wide > 4
+
+
+def test_quantiles_moments_and_draws_against_a_grid():
+    """Y = f + e^(g/2) noise: its distribution function by a sum over a fine grid of g."""
+    mean, stddev = torch.tensor([[0.3, -1.0], [-2.0, 1.5]]), torch.tensor([[0.5, 0.8], [0.1, 1.5]])
+    q = gpytorch.distributions.MultitaskMultivariateNormal(mean, torch.diag_embed(stddev.square().flatten()))
+    y = tighter_gp.PredictiveDistribution(tighter_gp.likelihoods.HeteroscedasticGaussianLikelihood(), q)
+    t = torch.linspace(-12, 12, 20001)
+    weights = torch.softmax(-0.5 * t.square(), 0)
+    for n in range(2):
+        noise = torch.exp(mean[n, 1] + stddev[n, 1] * t)
+        width = (stddev[n, 0].square() + noise).sqrt()
+        for p in (0.01, 0.5, 0.95):
+            reached = (weights * torch.special.ndtr((y.quantile(p)[n] - mean[n, 0]) / width)).sum()
+            assert float(reached) == pytest.approx(p, abs=1e-6)
+        assert float(y.variance[n]) == pytest.approx(float(stddev[n, 0] ** 2 + (weights * noise).sum()), rel=1e-6)
+        density = (weights * torch.exp(-0.5 * ((1.0 - mean[n, 0]) / width).square()) / width).sum() / (
+            2 * torch.pi
+        ) ** 0.5
+        assert float(y.log_prob(torch.ones(2))[n]) == pytest.approx(float(density.log()), rel=1e-6)
+    torch.manual_seed(0)
+    draws = y.sample(200_000)
+    torch.testing.assert_close(draws.median(0).values, y.quantile(0.5), rtol=0.0, atol=0.02)
