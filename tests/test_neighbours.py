@@ -367,7 +367,7 @@ def test_new_rows_that_do_not_fit_are_refused():
     model = tighter_gp.models.Regression(x, num_inducing=5)
     near = tighter_gp.NeighbourGP(model, model.likelihood, x, y, num_neighbours=5, steps=0)
     for new_x, new_y in ((x[:9], y[:8]), (torch.rand(4, 3), y[:6]), (x[:2], torch.tensor([0.0, torch.nan]))):
-        with pytest.raises(ValueError, match="Expected x of shape B x 2|NaN or infinity"):
+        with pytest.raises(ValueError, match=r"Expected x of shape B x 2|NaN or infinity"):
             near.add(new_x, new_y)
-    with pytest.raises(ValueError, match="its own .likelihood"):
+    with pytest.raises(ValueError, match=r"its own \.likelihood"):
         tighter_gp.predict_y(near, model.likelihood, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gpytorch
 import numpy as np
+import pytest
 import torch
 from torch.distributions import Normal
 
