@@ -371,3 +371,24 @@ def test_new_rows_that_do_not_fit_are_refused():
             near.add(new_x, new_y)
     with pytest.raises(ValueError, match=r"its own \.likelihood"):
         tighter_gp.predict_y(near, model.likelihood, x)
+
+
+def test_other_likelihoods_by_pseudo_targets():
+    """Their formula by hand, densities that gain where few inducing points leave much, and likelihoods that are refused."""
+    torch.manual_seed(0)
+    x = torch.rand(700, 1) * 10
+    y = torch.poisson((1 + torch.sin(3 * x[:, 0]) + torch.sin(7 * x[:, 0])).exp())
+    model = tighter_gp.models.CountRegression(x[:500], num_inducing=10)
+    tighter_gp.fit(model, model.likelihood, x[:500], y[:500], steps=150, progress=False)
+    near = tighter_gp.NeighbourGP(model, model.likelihood, x[:500], y[:500])
+    q = tighter_gp.predict(model, x[:500])
+    rate = (q.mean + q.variance / 2).exp()  # E[exp f], the curvature; the slope is y less that
+    torch.testing.assert_close(near.noise, 1 / rate, rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(near.y, q.mean + (y[:500] - rate) / rate, rtol=1e-3, atol=1e-3)
+    usual = tighter_gp.predict_y(model, model.likelihood, x[500:]).log_prob(y[500:]).mean()
+    better = tighter_gp.predict_y(near, near.likelihood, x[500:]).log_prob(y[500:]).mean()
+    assert better > usual + 0.05
+    near.add(x[500:600], y[500:600])
+    assert len(near.y) == len(near.noise) == 600
+    with pytest.raises(TypeError, match="Gaussian or log-concave"):
+        tighter_gp.NeighbourGP(model, gpytorch.likelihoods.StudentTLikelihood(), x, y)

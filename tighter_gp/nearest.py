@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gpytorch.models import GP
 from torch import Tensor
 
 from .collapsed import CollapsedGP
+from .data import check_array, from_array
 from .modes import chunks
 from .prior import Prior
 from .prior.projection import diagonal
@@ -124,3 +126,16 @@ class RowSearch(GP):
         prior = self.prior
         variance = diagonal(prior.joint(rows)[1], slice(prior.num_inducing, None), rows.dtype).clamp_min(1e-30)
         return -prior.covariance(points, rows, rows.dtype).square() / variance
+
+
+def as_rows(name: str, values: Any) -> Tensor:
+    """A tensor that shares its memory with the values where it can."""
+    check_array(name, values)
+    if isinstance(values, Tensor):
+        return values.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a memory map that must not be written to, and is not
+        try:
+            return torch.from_numpy(values)
+        except (TypeError, ValueError):
+            return from_array(values)

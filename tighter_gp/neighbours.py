@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,17 +26,18 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from .collapsed.core import DataSums, data_sums
-from .data import check_array, from_array, reference
-from .likelihoods.family import gaussian_noise
+from .collapsed.core import DataSums, data_sums, sums_of
+from .data import reference
+from .likelihoods.expectations import expected_slopes
+from .likelihoods.family import family, gaussian_noise
 from .maths.collapsed import collapse
 from .maths.linalg import full_precision
-from .maths.moments import Whitened
 from .modes import chunks
-from .nearest import RowSearch
+from .nearest import RowSearch, as_rows
 from .posterior import posterior_of
 from .prior import Projection
 
+_GAUSSIAN = (GaussianLikelihood, FixedNoiseGaussianLikelihood)
 _ASIDE = 1000  # rows left aside when refining
 
 
@@ -60,7 +60,9 @@ class NeighbourGP(RowSearch):
     :param model: A trained model of one output, which is copied: an :class:`~gpytorch.models.ApproximateGP` on a
         strategy of this package, or a :class:`~tighter_gp.CollapsedGP`.
     :param likelihood: Its :class:`~gpytorch.likelihoods.GaussianLikelihood` or
-        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
+        :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`. For a log-concave likelihood of one function, Bernoulli or
+        Poisson, pseudo-targets :math:`\mu_n + g_n/\lambda_n` of noise :math:`1/\lambda_n` take the place of targets, and nothing
+        is refined.
     :param x: Training inputs, ``N x D`` or ``N``: a tensor or an array, perhaps memory-mapped. They are not copied.
     :param y: Training targets, ``N``.
     :param num_neighbours: Training rows for each point.
@@ -101,17 +103,20 @@ class NeighbourGP(RowSearch):
         save_rows: bool = True,
     ) -> None:
         super().__init__()
-        if type(likelihood) not in (GaussianLikelihood, FixedNoiseGaussianLikelihood):
-            raise TypeError(f"Neighbours need a Gaussian or fixed-noise likelihood; got {type(likelihood).__name__}.")
+        kind, is_gaussian = family(likelihood), type(likelihood) in _GAUSSIAN
+        if not is_gaussian and (kind.is_gaussian or not (kind.is_log_concave and kind.has_one_function)):
+            raise TypeError(f"Neighbours need a Gaussian or log-concave likelihood; got {type(likelihood).__name__}.")
         like = reference(model)
         self.model, self.likelihood = copy.deepcopy((model, likelihood))
         self.eval().requires_grad_(False)
-        x, y = _as_rows("x", x), _as_rows("y", y).to(like)
+        x, y = as_rows("x", x), as_rows("y", y).to(like)
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         if x.dim() != 2 or y.shape != x.shape[:1]:
             raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
-        given = {} if noise is None else {"noise": _as_rows("noise", noise).to(y)}
-        noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given).detach().reshape(-1).to(y)  # [1] or [N]
+        given = {} if noise is None else {"noise": as_rows("noise", noise).to(y)}
+        noise = torch.ones_like(y)  # [1] or [N]
+        if is_gaussian:
+            noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given).detach().reshape(-1).to(y)
         self.num_neighbours, self.chunk_size, self.save_rows = num_neighbours, chunk_size, save_rows
         self.register_buffer("x", x, persistent=save_rows)
         self.register_buffer("y", y, persistent=save_rows)
@@ -119,11 +124,22 @@ class NeighbourGP(RowSearch):
             posterior = posterior_of(self.model)
             self.jitter = posterior.jitter
             buffers = {"noise": noise, "noise_factor": noise.new_ones(()), "scale": noise.new_ones(())}
-            for name, value in {**buffers, **_sums_of(posterior.q)}.items():
+            for name, value in {**buffers, **sums_of(posterior.q)}.items():
                 self.register_buffer(name, value)
             self.sort_rows()
-            if self.num_neighbours:
+            if not is_gaussian:
+                self.y, self.noise = self._pseudo_targets(x, y)
+            elif self.num_neighbours:
                 self._refine(steps, torch.Generator().manual_seed(seed))
+
+    def _pseudo_targets(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`\mu_n + g_n / \lambda_n` and their noise variances :math:`1 / \lambda_n`, at q(f) without neighbours."""
+        wanted, self.num_neighbours = self.num_neighbours, 0
+        mean, variance = self.f_at(x)
+        self.num_neighbours = wanted
+        slopes = expected_slopes(self.likelihood, y, MultivariateNormal(mean, DiagLinearOperator(variance)))
+        curvature = slopes.curvature.clamp_min(1e-4)
+        return (mean + slopes.slope / curvature).to(y), curvature.reciprocal().to(y)
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -207,7 +223,7 @@ class NeighbourGP(RowSearch):
         :param y: Targets, ``B``.
         :param noise: Under fixed noise: their noise variances, which are multiplied by ``noise_factor``.
         """
-        start, x, y = len(self.y), _as_rows("x", x), _as_rows("y", y).reshape(-1)
+        start, x, y = len(self.y), as_rows("x", x), as_rows("y", y).reshape(-1)
         x = x.reshape(len(x), -1)
         if x.size(-1) != self.x.size(-1) or len(x) != len(y):
             raise ValueError(
@@ -215,9 +231,11 @@ class NeighbourGP(RowSearch):
             )
         if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
             raise ValueError("The new rows hold NaN or infinity; leave them out.")
+        if type(self.likelihood) not in _GAUSSIAN:
+            y, noise = self._pseudo_targets(x.to(self.x), y.to(self.y))
         self.x, self.y = torch.cat([self.x, x.to(self.x)]), torch.cat([self.y, y.to(self.y)])
         if noise is not None:
-            new = _as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
+            new = as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
             self.noise = torch.cat([self.noise.expand(start), new])
         sums = self._sums(start)
         self.gram, self.linear = self.gram + sums.gram, self.linear + sums.linear
@@ -343,24 +361,3 @@ def _scale_noise(likelihood: Any, factor: Tensor) -> None:
         noise = covar.noise * factor
         covar.register_constraint("raw_noise", Positive())
         covar.noise = noise
-
-
-def _sums_of(q: Whitened) -> dict[str, Tensor]:
-    """The sums over data of which q(w) would be the best; a point mass gets a tiny variance."""
-    stddev = torch.full_like(q.mean, 1e-6) if q.stddev is None else q.stddev
-    root = (torch.diag_embed(stddev) if q.root is None else q.root).double()
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))
-    return {"gram": precision - torch.eye(len(root)).to(root), "linear": precision @ q.mean.double()}
-
-
-def _as_rows(name: str, values: Any) -> Tensor:
-    """A tensor that shares its memory with the values where it can."""
-    check_array(name, values)
-    if isinstance(values, Tensor):
-        return values.detach()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a memory map that must not be written to, and is not
-        try:
-            return torch.from_numpy(values)
-        except (TypeError, ValueError):
-            return from_array(values)

@@ -74,6 +74,14 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     return DataSums(gram, linear, torch.cat(residuals, dim=-1))
 
 
+def sums_of(q: Whitened) -> dict[str, Tensor]:
+    """The sums over data of which q(w) would be the best; a point mass gets a tiny variance."""
+    stddev = torch.full_like(q.mean, 1e-6) if q.stddev is None else q.stddev
+    root = (torch.diag_embed(stddev) if q.root is None else q.root).double()
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))
+    return {"gram": precision - torch.eye(len(root)).to(root), "linear": precision @ q.mean.double()}
+
+
 def expected_log_prob(points: Projection, y: Tensor, noise: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     r""":math:`\sum_n \mathbb E_{\mathcal N(\mu_n, s_n)} [\log p(y_n \mid f_n)]`, the data term without its residual.
 
