@@ -189,7 +189,7 @@ class Run:
         loss = self._loss(batch)
         failed = loss is None or not math.isfinite(loss)
         if self.state.guard.before is not None and distributed.total(float(failed), self.problem.device):
-            self.state.guard, _ = self.guard.undo(self.state.guard)
+            self.state.guard = self.guard.undo(self.state.guard)
             self._skip(self.history.steps - 1, "the bound is not finite after it. The last update was undone.")
 
     def _loss(self, batch: Batch) -> float | None:
