@@ -27,17 +27,15 @@ from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
 from .advice import say_how_inputs_spread, say_how_targets_spread
-from .batches import ArrayBatches
+from .batches import ArrayBatches, LoaderBatches
 from .capture import compile_pays
 from .checkpoint import describe
 from .guard import Guard
-from .history import History, Step
+from .history import History, Progress, Step
 from .initialization import initialize as start_from_data
 from .lbfgs import LBFGSStep
-from .loaders import LoaderBatches
 from .natural import has_natural_step
 from .problem import Problem, counts_a_prior_twice, is_collapsed, make_objective, reference
-from .progress import Progress
 from .recipe import Recipe
 from .run import Plan, Run
 from .step import GradientStep

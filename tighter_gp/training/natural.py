@@ -162,7 +162,9 @@ class Part:
             change = (matrix.mT @ direction.to(matrix).unsqueeze(-1)).abs().amax().double()  # max |A' dm|
             change = reduce.largest(change)
             mean_size = mean_size * (reach / (mean_size * change).clamp_min(1e-300)).clamp_max(1.0)
-        product = precision * old if self.is_mean_field else (precision @ old.unsqueeze(-1)).squeeze(-1)  # P m, [..., M]
+        product = (
+            precision * old if self.is_mean_field else (precision @ old.unsqueeze(-1)).squeeze(-1)
+        )  # P m, [..., M]
         moved = Natural(precision, product + mean_size * ascent, probe)
         values, ok = self._values(moved)
         return moved, values, ok

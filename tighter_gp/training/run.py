@@ -24,10 +24,9 @@ from . import distributed
 from .advice import say_if_only_the_mean_was_learnt
 from .batches import Batch
 from .guard import Guard, GuardState
-from .history import History, Step
+from .history import History, Progress, Step
 from .initialization import start_beta
 from .problem import Problem
-from .progress import Progress
 from .validation import HeldOut
 
 log = logging.getLogger("tighter_gp")
