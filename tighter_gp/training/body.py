@@ -25,8 +25,8 @@ from .problem import Problem, gp_of
 # How far a natural step may move the mean of a point, where the slopes depend on q(u).
 _REACH = 3.0
 
-# With these the reach is in units of the targets' spread.
-_REAL_TARGETS = (GaussianLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood, LaplaceLikelihood)
+# Targets on the scale of f: the reach is in units of their spread.
+REAL_TARGETS = (GaussianLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood, LaplaceLikelihood)
 
 
 class Result(NamedTuple):
@@ -178,7 +178,7 @@ def _move(
 
 def reach(problem: Problem, batch: Batch) -> float | Tensor:
     """How far the mean of a point may move; with targets on the scale of f, in units of their spread."""
-    if not isinstance(problem.likelihood, _REAL_TARGETS):
+    if not isinstance(problem.likelihood, REAL_TARGETS):
         return _REACH
     return _REACH * torch.nan_to_num(batch.y.detach()).std(correction=0).double().clamp_min(1.0)
 
