@@ -314,16 +314,6 @@ def test_a_botorch_allocator_that_needs_a_model_is_accepted():
     assert rows(points) <= rows(x)
 
 
-def test_fewer_points_from_an_allocator_than_asked_for_warn():
-    allocators = pytest.importorskip("botorch.models.utils.inducing_point_allocators")
-    x = torch.linspace(0, 1, 30).unsqueeze(-1)
-    smooth = gpytorch.kernels.RBFKernel()
-    smooth.lengthscale = 5.0
-    with pytest.warns(UserWarning, match="GreedyVarianceReduction returned . of the 20 inducing points"):
-        points = inducing.allocate(x, 20, allocators.GreedyVarianceReduction(), kernel=smooth)
-    assert len(points) < 20
-
-
 def test_allocate_says_what_it_needs():
     with pytest.raises(ValueError, match="Placement by 'greedy' depends on the kernel: pass kernel="):
         inducing.allocate(inputs(), 5, "greedy")

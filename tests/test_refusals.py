@@ -261,7 +261,7 @@ CALLS = {
         "argument 'noise': PoissonLikelihood takes none per point",
     ),
     "training without gradients": (torch.no_grad()(fit), RuntimeError, r"outside of torch\.no_grad"),
-    "half a step": (lambda: fit(steps=3.5), TypeError, "steps must be a whole number; got 3.5"),
+    "half a step": (lambda: fit(steps=3.5), TypeError, "'float' object cannot be interpreted as an integer"),
     "a masked array": (
         lambda: fit(x=P.x.numpy(), y=np.ma.array(P.y.numpy(), mask=np.arange(N) == 2)),
         TypeError,

@@ -13,22 +13,6 @@ from torch import Tensor
 
 from .checks import check_device, check_modules
 
-__all__ = [
-    "Rows",
-    "as_tensor",
-    "check_array",
-    "check_kind",
-    "fingerprint",
-    "first_parameter",
-    "from_array",
-    "input_rows",
-    "move",
-    "num_rows",
-    "reference",
-    "row_dim",
-    "signed",
-]
-
 # Points in a sample of the data.
 _SAMPLE = 4096
 
@@ -210,9 +194,7 @@ def move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _has_pinned_memory(device_type: str) -> bool:
-    """Whether torch pins memory for this kind of device: its one accelerator, which before torch 2.6 is CUDA."""
-    if not hasattr(torch, "accelerator"):
-        return device_type == "cuda"
+    """Whether torch pins memory for this kind of device: its one accelerator."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()

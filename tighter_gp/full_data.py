@@ -15,7 +15,7 @@ from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
 from .blocks import block_chunks
-from .checks import check_device, check_dims
+from .checks import check_dims
 from .collapsed import CollapsedGP
 from .collapsed.prices import earlier_neighbours, price, rows_within
 from .conditionals import Blocks
@@ -79,7 +79,7 @@ def evaluate_bound(
     model, likelihood = in_float64(model, likelihood)
     like = reference(model, likelihood)
     rows_of_x = input_rows(x, like)
-    num_data, kwargs = len(rows_of_x), per_point(kwargs, likelihood, len(rows_of_x), like, evaluate_bound)
+    num_data, kwargs = len(rows_of_x), per_point(kwargs, likelihood, len(rows_of_x), like)
     if isinstance(model, (ExactGP, CollapsedGP)):
         y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
         _check_targets(y, num_data)
@@ -142,9 +142,7 @@ def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
     return -2 if several_tasks and len(shape) > 1 and shape[-2] == num_data else -1
 
 
-def per_point(
-    kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor, function: Callable[..., Any]
-) -> dict[str, Rows]:
+def per_point(kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor) -> dict[str, Rows]:
     """Per-point arguments of a likelihood, or a clear error."""
     check_arguments(likelihood, kwargs)
     for name, value in kwargs.items():
@@ -210,9 +208,7 @@ def set_optimal_q(
     rows_of_x, y = input_rows(x, like), as_tensor(y, like)
     check_dims(rows_of_x.shape, strategy.inducing_points.size(-1))
     _check_targets(y, len(rows_of_x))
-    check_device(y, like.device, "Targets are")
-    check_device(likelihood, like.device, "The likelihood is")
-    given = per_point(kwargs, likelihood, len(rows_of_x), like, set_optimal_q)
+    given = per_point(kwargs, likelihood, len(rows_of_x), like)
     variances = {name: value[:] for name, value in given.items()}
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **variances).expand_as(y)
     with temporary_mode(model, False), full_precision(like.device.type):
@@ -225,9 +221,6 @@ def _collapsed_bound(
 ) -> Tensor:
     """The bound of a collapsed model at any data, missing targets left out."""
     require_gaussian(likelihood, "A collapsed bound")
-    device = next(model.parameters()).device
-    check_device(y, device, "Targets are")
-    check_device(likelihood, device, "The likelihood is")
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
     neighbours: tuple[int, ...] = ()
     with temporary_mode(model, False), full_precision(y.device.type):

@@ -45,7 +45,7 @@ def allocate(
     :param kernel: The kernel with its starting values; needed by ``"greedy"`` and by BoTorch's allocators.
     :param seed: Seed of the random choices; BoTorch's allocators have none.
     :param chunk_size: Points per chunk.
-    :return: ``M x D``, distinct rows.
+    :return: ``M x D``, distinct rows. Those of an allocator may be fewer, where the kernel leaves next to no variance.
 
     Example:
         >>> x = torch.rand(100, 2)
@@ -55,39 +55,25 @@ def allocate(
         >>> tighter_gp.inducing.allocate(x, 10, "greedy", kernel=kernel).shape
         torch.Size([10, 2])
     """
-    if hasattr(method, "allocate_inducing_points"):
-        return _from_allocator(x, num_points, method, _needed(kernel, type(method).__name__))
     if method == "kmeans":
         return kmeans(x, num_points, seed=seed, chunk_size=chunk_size)
-    if method == "greedy":
-        return greedy_variance(x, num_points, _needed(kernel, "'greedy'"), seed=seed, chunk_size=chunk_size)
     if method == "random":
         return random_subset(x, num_points, seed=seed)
+    is_allocator = hasattr(method, "allocate_inducing_points")
+    if kernel is None and (is_allocator or method == "greedy"):
+        raise ValueError(f"Placement by {method!r} depends on the kernel: pass kernel=.")
+    if is_allocator:
+        rows = _checked(x, num_points, kernel)[:]  # [N, D]
+        with torch.no_grad():
+            found = method.allocate_inducing_points(
+                inputs=rows, covar_module=kernel, num_inducing=num_points, input_batch_shape=rows.shape[:-2]
+            )
+        return found.detach().clone()
+    if method == "greedy" and kernel is not None:
+        return greedy_variance(x, num_points, kernel, seed=seed, chunk_size=chunk_size)
     raise ValueError(
         f"Unknown method {method!r}; choose {', '.join(map(repr, METHODS))} or pass an InducingPointAllocator of BoTorch."
     )
-
-
-def _needed(kernel: Kernel | None, what: str) -> Kernel:
-    if kernel is None:
-        raise ValueError(f"Placement by {what} depends on the kernel: pass kernel=.")
-    return kernel
-
-
-@torch.no_grad()
-def _from_allocator(data: Inputs, num_points: int, allocator: Any, kernel: Kernel) -> Tensor:
-    x = _checked(data, num_points, kernel)[:]
-    points = allocator.allocate_inducing_points(
-        inputs=x, covar_module=kernel, num_inducing=num_points, input_batch_shape=x.shape[:-2]
-    )
-    if points.size(-2) < num_points:
-        warnings.warn(
-            f"{type(allocator).__name__} returned {points.size(-2)} of the {num_points} inducing points asked for; it stops "
-            "where the kernel leaves next to no variance. Size q(u) by the points returned.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return points.detach().clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

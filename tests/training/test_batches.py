@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSam
 import tighter_gp
 from tests.training.problems import M, N, data, parameters, per_point, problem
 from tighter_gp import fit
-from tighter_gp.training.batches import ArrayBatches
-from tighter_gp.training.loaders import LoaderBatches
+from tighter_gp.training.batches import ArrayBatches, LoaderBatches
 
 LIKE = torch.zeros(())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
 from gpytorch.kernels import Kernel
-from gpytorch.likelihoods import GaussianLikelihood, LaplaceLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from torch import Tensor
 
 from ..checks import NUMERICAL_ERRORS
@@ -16,12 +17,11 @@ from ..posterior import has_own_call
 from ..strategies import TighterStrategy
 from . import distributed
 from .batches import ArrayBatches, Batch
+from .body import REAL_TARGETS
 from .history import History
 from .problem import Problem, gp_of
 
 log = logging.getLogger("tighter_gp")
-
-_REAL_TARGETS = (GaussianLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood, LaplaceLikelihood)
 
 # How far from 1 the standard deviations of targets and inputs may be, the latter also in lengthscales.
 _SPREAD, _FAR = 10.0, 100.0
@@ -38,19 +38,14 @@ def say_how_targets_spread(likelihood: Any, source: Any) -> None:
     )
     if not is_scaled or not isinstance(source, ArrayBatches):
         return
-    targets = source.y
-    values = targets.sample()
-    seen = torch.where(torch.isfinite(values), values, torch.nan)
-    spread = (seen - seen.nanmean(targets.dim, keepdim=True)).square().nanmean(targets.dim).sqrt().flatten()
+    spread = _deviation(source.y.sample(), source.y.dim).flatten()  # [...] or [T]
     spread = spread[spread > 0]  # neither constant nor missing
-    if not len(spread) or (spread.min() >= 1 / _SPREAD and spread.max() <= _SPREAD):
-        return
-    worst = spread[spread.log().abs().argmax()].item()
-    log.warning(
-        "targets have a standard deviation of %.3g, and the steps of training suit one near 1: the noise may not be learnt; "
-        "scale them by the training rows, (y - y.mean()) / y.std()",
-        worst,
-    )
+    if ((spread < 1 / _SPREAD) | (spread > _SPREAD)).any():
+        log.warning(
+            "targets have a standard deviation of %.3g, and the steps of training suit one near 1: the noise may not be learnt; "
+            "scale them by the training rows, (y - y.mean()) / y.std()",
+            spread[spread.log().abs().argmax()].item(),
+        )
 
 
 @torch.no_grad()
@@ -61,21 +56,19 @@ def say_how_inputs_spread(model: Any, source: Any) -> None:
         return
     if not isinstance(kernel, Kernel) or has_own_call(model) or gp_of(model) is not model:
         return
-    spread = source.x.sample().std(0, correction=0)  # D
-    if not 0 < spread.max() < torch.inf:
-        return
+    spread = source.x.sample().std(0, correction=0)  # [D]
     for part in kernel.modules():
         if not isinstance(part, Kernel) or not part.has_lengthscale:
             continue
         seen = spread if part.active_dims is None else spread[part.active_dims.cpu()]
         if part.lengthscale.size(-1) not in (1, len(seen)):  # a network in between
             return
-        relative = (seen / part.lengthscale.cpu().double()).max().item()
-        if max(relative, seen.max().item()) > _FAR or max(relative, seen.max().item()) < 1 / _FAR:
+        largest, relative = seen.max().item(), (seen / part.lengthscale.cpu().double()).max().item()
+        if 0 < largest < math.inf and (max(relative, largest) > _FAR or max(relative, largest) < 1 / _FAR):
             log.warning(
                 "inputs have a standard deviation of up to %.3g, or %.3g lengthscales, and the steps of training suit one "
                 "near 1: the model may learn nothing; scale them by the training rows, (x - x.mean(0)) / x.std(0)",
-                seen.max().item(),
+                largest,
                 relative,
             )
             return
@@ -96,7 +89,7 @@ def say_if_only_the_mean_was_learnt(problem: Problem, batch: Batch | None, histo
         return
     rows = -len(q.event_shape)
     spread = q.mean.std(rows)  # ... or ... x T
-    if isinstance(problem.likelihood, _REAL_TARGETS):
+    if isinstance(problem.likelihood, REAL_TARGETS):
         spread = spread / _deviation(batch.y, rows)
     if bool((spread < _CONSTANT).all()):
         log.warning(
@@ -109,8 +102,5 @@ def say_if_only_the_mean_was_learnt(problem: Problem, batch: Batch | None, histo
 
 def _deviation(y: Tensor, rows: int) -> Tensor:
     """Standard deviation of the targets that are not missing."""
-    seen = torch.isfinite(y)
-    count = seen.sum(rows, keepdim=True).clamp_min(1)
-    values = torch.where(seen, y, 0.0)
-    centred = torch.where(seen, values - values.sum(rows, keepdim=True) / count, 0.0)
-    return (centred.square().sum(rows) / count.squeeze(rows)).sqrt()
+    seen = torch.where(torch.isfinite(y), y, torch.nan)
+    return (seen - seen.nanmean(rows, keepdim=True)).square().nanmean(rows).sqrt()

@@ -27,17 +27,15 @@ from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
 from .advice import say_how_inputs_spread, say_how_targets_spread
-from .batches import ArrayBatches
+from .batches import ArrayBatches, LoaderBatches
 from .capture import compile_pays
 from .checkpoint import describe
 from .guard import Guard
-from .history import History, Step
+from .history import History, Progress, Step
 from .initialization import initialize as start_from_data
 from .lbfgs import LBFGSStep
-from .loaders import LoaderBatches
 from .natural import has_natural_step
 from .problem import Problem, counts_a_prior_twice, is_collapsed, make_objective, reference
-from .progress import Progress
 from .recipe import Recipe
 from .run import Plan, Run
 from .step import GradientStep
@@ -47,17 +45,6 @@ _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
 # Validations of a run, at most; and least steps between checkpoints.
 _MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
-
-# Arguments of earlier versions, and where they went.
-_FORMER = {
-    "schedule": "recipe=tighter_gp.Recipe(schedule=...)",
-    "natural_gradients": "recipe=tighter_gp.Recipe(natural=...), 0 for Adam alone",
-    "compile": "recipe=tighter_gp.Recipe(compile=...)",
-    "max_failures": "recipe=tighter_gp.Recipe(max_failures=...)",
-    "optimizer": "nothing: collapsed models take L-BFGS, all others Adam",
-    "validate_every": "recipe=tighter_gp.Recipe(validate_every=...)",
-    "checkpoint_every": "recipe=tighter_gp.Recipe(checkpoint_every=...)",
-}
 
 log = logging.getLogger("tighter_gp")
 
@@ -139,14 +126,10 @@ def fit(
         >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
         True
     """
-    for name in kwargs.keys() & _FORMER.keys():
-        raise TypeError(f"fit has no argument {name}= any more: use {_FORMER[name]}.")
     counts = {"epochs": epochs, "steps": steps, "patience": patience, "num_data": num_data, "batch_size": batch_size}
     epochs, steps, patience, num_data, batch_size = (_count(name, value) for name, value in counts.items())
     seed, collapsed, like = operator.index(seed), is_collapsed(model), reference(model, likelihood)
     recipe = (recipe or Recipe()) if lr is None else replace(recipe or Recipe(), lr=lr)
-    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-        raise TypeError(f"callbacks= is a list of functions; got {type(callbacks).__name__}.")
     if epochs is not None and steps is not None:
         raise ValueError("Give epochs or steps, not both.")
     if not torch.is_grad_enabled():
@@ -204,13 +187,9 @@ def fit(
 
 def _count(name: str, value: Any) -> int | None:
     """A whole number above 0, also one of numpy's, or None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number; got {value!r}.")
-    if value < 1:
+    if value is not None and operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1; got {value}.")
-    return operator.index(value)
+    return value if value is None else operator.index(value)
 
 
 def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) -> GradientStep:

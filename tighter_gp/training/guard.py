@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import first_line
 from .batches import Batch
-from .step import Call, Info, Step
+from .step import Call, Info
 
 _SMALLER, _LARGER = 0.25, 1.1
 
@@ -37,12 +37,13 @@ class GuardState:
 class Guard:
     """A step that may fail.
 
-    :param step: The step.
+    :param step: A :class:`~tighter_gp.training.step.GradientStep` or a :class:`~tighter_gp.training.lbfgs.LBFGSStep`, whose
+        ``init``, ``step``, ``state_dict`` and ``load_state_dict`` pass a state on.
     :param parameters: What it changes, by name.
     :param max_failures: Failures in a row before the error is raised.
     """
 
-    def __init__(self, step: Step, parameters: Mapping[str, Tensor], max_failures: int) -> None:
+    def __init__(self, step: Any, parameters: Mapping[str, Tensor], max_failures: int) -> None:
         self.inner, self.parameters, self.max_failures = step, list(parameters.values()), max_failures
         self.spare: list[Tensor] | None = None  # memory of an earlier copy
 
@@ -71,17 +72,17 @@ class Guard:
         self.spare = now
         state = replace(state, inner=inner, failures=state.failures + 1, error=info.error)
         if state.failures == 2:
-            state, _ = self.undo(state)
+            state = self.undo(state)
         if state.failures >= self.max_failures:
             self.give_up(state, number)
         return state, info
 
-    def undo(self, state: GuardState) -> tuple[GuardState, bool]:
+    def undo(self, state: GuardState) -> GuardState:
         """Take the last update back, if there is one; Adam starts anew, with a quarter of the step."""
         if state.before is None:
-            return state, False
+            return state
         self._put_back(state.before)
-        return replace(state, inner=self.inner.init(), before=None, damping=_SMALLER * state.damping), True
+        return replace(state, inner=self.inner.init(), before=None, damping=_SMALLER * state.damping)
 
     def give_up(self, state: GuardState, number: int) -> NoReturn:
         """Raise with all that is known.

@@ -30,8 +30,8 @@ from ..modes import temporary_mode
 from ..posterior import gathered
 from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
+from .body import features
 from .lbfgs import FullBatchLBFGS
-from .passes import features
 from .problem import gp_of
 from .validation import check_finite
 

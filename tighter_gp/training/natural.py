@@ -13,7 +13,6 @@ The natural parameters are values that a step takes and returns; the model's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from gpytorch.variational import (
 from torch import Tensor
 
 from ..maths.linalg import triangular_inverse
-from ..maths.natural import data_sums, reversed_factor, sum_to
+from ..maths.natural import data_sums, natural_step, reversed_factor, sum_to
 from ..modes import spans
 
 Size = float | Tensor
@@ -127,8 +126,7 @@ class Part:
     def sums(self, q: Natural, slopes: Slopes) -> tuple[Tensor, Tensor]:
         r""":math:`\sum_n \lambda_n a_n a_n^\top` and :math:`\sum_n g_n a_n` of a batch."""
         matrix = slopes.matrix[..., self.rows, :]
-        gram, vector = data_sums(matrix, slopes.slope, slopes.curvature, q.linear.shape[:-1], self.is_mean_field)
-        return gram, vector
+        return data_sums(matrix, slopes.slope, slopes.curvature, q.linear.shape[:-1], self.is_mean_field)
 
     @torch.no_grad()
     def move(
@@ -155,25 +153,19 @@ class Part:
         gram, ascent = gram.to(q.precision), vector.to(q.linear) - old
         limit: Size = 1 / self.num_coupled
         mean_size: Size = size.clamp_max(limit) if isinstance(size, Tensor) else min(size, limit)
-        probe = q.probe
+        precision, probe = natural_step(q.precision, gram, size, self.is_mean_field), q.probe
         if self.is_mean_field:
-            precision = torch.lerp(q.precision, 1 + gram, size)
             kappa, probe = self._curvature(precision, matrix, slopes.curvature, probe, reduce)
             mean_size = kappa.reciprocal().clamp_max(mean_size)  # a larger one can diverge
-            direction = ascent / precision
-            apply: Callable[[Tensor], Tensor] = lambda vector: precision * vector
-        else:
-            precision = torch.lerp(q.precision, gram, size)
-            precision.diagonal(dim1=-1, dim2=-2).add_(size)
-            apply = lambda vector: (precision @ vector.unsqueeze(-1)).squeeze(-1)
-            direction = torch.empty(0)
         if reach is not None:
-            if not self.is_mean_field:
-                direction = _solve(precision, ascent)
+            direction = ascent / precision if self.is_mean_field else _solve(precision, ascent)  # dm, [..., M]
             change = (matrix.mT @ direction.to(matrix).unsqueeze(-1)).abs().amax().double()  # max |A' dm|
             change = reduce.largest(change)
             mean_size = mean_size * (reach / (mean_size * change).clamp_min(1e-300)).clamp_max(1.0)
-        moved = Natural(precision, apply(old) + mean_size * ascent, probe)
+        product = (
+            precision * old if self.is_mean_field else (precision @ old.unsqueeze(-1)).squeeze(-1)
+        )  # P m, [..., M]
+        moved = Natural(precision, product + mean_size * ascent, probe)
         values, ok = self._values(moved)
         return moved, values, ok
 

@@ -24,10 +24,9 @@ from . import distributed
 from .advice import say_if_only_the_mean_was_learnt
 from .batches import Batch
 from .guard import Guard, GuardState
-from .history import History, Step
+from .history import History, Progress, Step
 from .initialization import start_beta
 from .problem import Problem
-from .progress import Progress
 from .validation import HeldOut
 
 log = logging.getLogger("tighter_gp")
@@ -189,7 +188,7 @@ class Run:
         loss = self._loss(batch)
         failed = loss is None or not math.isfinite(loss)
         if self.state.guard.before is not None and distributed.total(float(failed), self.problem.device):
-            self.state.guard, _ = self.guard.undo(self.state.guard)
+            self.state.guard = self.guard.undo(self.state.guard)
             self._skip(self.history.steps - 1, "the bound is not finite after it. The last update was undone.")
 
     def _loss(self, batch: Batch) -> float | None:

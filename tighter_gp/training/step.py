@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from linear_operator.utils.errors import NanError
@@ -51,26 +51,6 @@ class Info(NamedTuple):
     loss: float
     error: Exception | None = None
     converged: str = ""
-
-
-class Step(Protocol):
-    """One way to train: :class:`GradientStep`, or :class:`~tighter_gp.training.lbfgs.LBFGSStep`."""
-
-    def init(self) -> Any:
-        """The state before the first step, from the parameters as they are."""
-        ...
-
-    def step(self, state: Any, batch: Batch, call: Call) -> tuple[Any, Info]:
-        """Take a step."""
-        ...
-
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        """The state as tensors, numbers, lists and dicts."""
-        ...
-
-    def load_state_dict(self, saved: dict[str, Any]) -> Any:
-        """The state from that."""
-        ...
 
 
 class State(NamedTuple):
