@@ -46,6 +46,17 @@ _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 # Validations of a run, at most; and least steps between checkpoints.
 _MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
 
+# Arguments of earlier versions that are fields of a recipe now.
+_FORMER = {
+    "schedule",
+    "natural_gradients",
+    "compile",
+    "max_failures",
+    "optimizer",
+    "validate_every",
+    "checkpoint_every",
+}
+
 log = logging.getLogger("tighter_gp")
 
 
@@ -126,6 +137,10 @@ def fit(
         >>> len(history.loss) == 2 * math.ceil(len(train_y) / 32)
         True
     """
+    for name in _FORMER & kwargs.keys():
+        raise TypeError(
+            f"{name}= is gone: see tighter_gp.Recipe, fit(..., recipe=Recipe(natural=..., schedule=..., compile=...))."
+        )
     counts = {"epochs": epochs, "steps": steps, "patience": patience, "num_data": num_data, "batch_size": batch_size}
     epochs, steps, patience, num_data, batch_size = (_count(name, value) for name, value in counts.items())
     seed, collapsed, like = operator.index(seed), is_collapsed(model), reference(model, likelihood)
