@@ -40,7 +40,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     [
         ({"epochs": 1.5}, "'float' object cannot be interpreted as an integer"),
         ({"tasks": torch.zeros(N)}, "unknown argument 'tasks'"),
-        ({"schedule": "linear"}, "unknown argument 'schedule'"),
+        ({"schedule": "linear"}, "schedule= is gone: see tighter_gp.Recipe"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(options, message):
