@@ -85,14 +85,6 @@ def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: st
         raise ValueError(f"{name} on {tensor.device}, the model is on {device}: move one of them, .to('{device}').")
 
 
-def raise_if_not_finite(x: Tensor) -> None:
-    """Raise if there is a row that holds NaN or infinity."""
-    if x.is_meta or bool(torch.isfinite(x).all()):
-        return
-    rows = int((~torch.isfinite(x)).any(-1).sum())
-    raise ValueError(f"Inputs hold NaN or infinity in {rows} of {x.shape[:-1].numel()} rows; drop or impute them.")
-
-
 def describe_hyperparameters(*modules: Any) -> str:
     """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
     described = []

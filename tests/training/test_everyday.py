@@ -300,3 +300,11 @@ def test_other_likelihoods_have_the_loss_before_the_step_in_their_history():
         expected = -mll(model.train()(x), labels).item()
     history = fit(model, model.likelihood, x, labels, steps=1, batch_size=None, callbacks=[seen.append])
     assert history.loss[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_bar_of_progress(capsys):
+    """With tqdm, in a terminal or where it is asked for."""
+    x = torch.rand(40, 1)
+    model = tighter_gp.models.Regression(x, num_inducing=4)
+    tighter_gp.fit(model, model.likelihood, x, x[:, 0], steps=12, batch_size=20, validation=(x, x[:, 0]), progress=True)
+    assert "step/s" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from . import distributed
 from .batches import ArrayBatches, Batch
 from .body import REAL_TARGETS
 from .history import History
-from .problem import Problem, gp_of
+from .problem import Problem, inner_gp
 
 log = logging.getLogger("tighter_gp")
 
@@ -54,7 +54,7 @@ def say_how_inputs_spread(model: Any, source: Any) -> None:
     kernel = getattr(model, "covar_module", None)
     if not isinstance(source, ArrayBatches) or source.x is None or len(source.x.shape) != 2:
         return
-    if not isinstance(kernel, Kernel) or has_own_call(model) or gp_of(model) is not model:
+    if not isinstance(kernel, Kernel) or has_own_call(model) or inner_gp(model) is not model:
         return
     spread = source.x.sample().std(0, correction=0)  # [D]
     for part in kernel.modules():

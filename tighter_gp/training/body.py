@@ -20,7 +20,7 @@ from ..prior import Projection
 from ..strategies import TighterStrategy
 from .batches import Batch
 from .natural import Natural, Part, Size, Slopes
-from .problem import Problem, gp_of
+from .problem import Problem, inner_gp
 
 # How far a natural step may move the mean of a point, where the slopes depend on q(u).
 _REACH = 3.0
@@ -256,7 +256,7 @@ def _from_origin(problem: Problem, origin: Origin) -> MultivariateNormal:
 
 def features(model: Any, x: Tensor) -> Tensor:
     """What the GP within a model sees of some inputs: those behind a network, for one."""
-    if gp_of(model) is model and not has_own_call(model):
+    if inner_gp(model) is model and not has_own_call(model):
         return x
     with torch.no_grad():
         origins = Pass(model(x), lambda q: q.mean).origins

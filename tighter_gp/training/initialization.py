@@ -32,7 +32,7 @@ from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
 from .body import features
 from .lbfgs import FullBatchLBFGS
-from .problem import gp_of
+from .problem import inner_gp
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -108,7 +108,7 @@ def _from_data(
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
     check_targets(likelihood, given, "values of y")
-    model, some = gp_of(model), features(model, some)
+    model, some = inner_gp(model), features(model, some)
     holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
     for holder in holders:
         _place(holder, some, seed)

@@ -26,7 +26,7 @@ from . import distributed
 from .batches import Batch
 
 
-def gp_of(model: Any) -> Any:
+def inner_gp(model: Any) -> Any:
     """The GP within a model: the model itself, or its one part with a ``variational_strategy``, such as behind a network."""
     if is_collapsed(model) or hasattr(model, "variational_strategy"):
         return model
@@ -60,7 +60,7 @@ def make_objective(model: Any, likelihood: Any, objective: Callable[..., Any], n
         return _ExactMLL(likelihood, model)
     if objective is TighterELBO and isinstance(model, BayesianGPLVM):
         objective = LatentVariableELBO
-    return objective(likelihood, gp_of(model), num_data)
+    return objective(likelihood, inner_gp(model), num_data)
 
 
 class _ExactMLL(ExactMarginalLogLikelihood):
@@ -86,7 +86,7 @@ class Problem:
 
     def __init__(self, model: Any, likelihood: Likelihood, objective: Any, num_data: int, seed: int) -> None:
         self.model, self.likelihood, self.objective = model, likelihood, objective
-        self.gp, self.num_data, self.seed = gp_of(model), num_data, seed
+        self.gp, self.num_data, self.seed = inner_gp(model), num_data, seed
         modules = {"model": model, "likelihood": likelihood, "objective": objective}
         self.modules = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
         self.parameters = self._trained()
