@@ -14,6 +14,7 @@ from linear_operator.utils.warnings import NumericalWarning
 import tighter_gp
 from tests.tools.audit import covariance as dense
 from tests.tools.factories import GP
+from tighter_gp.prior.kernels import squared_distance
 
 B, M, D = 11, 5, 3
 
@@ -215,3 +216,14 @@ def test_covariances_within_sets_of_points():
     found = prior.residual_within(points, x, sets)
     expected = torch.stack([whole[:, rows][..., rows] for rows in sets], 1)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_a_large_product_in_pieces():
+    """As many entries as are computed piece by piece, with batches, against one product."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 900, 2).float()
+    rows, columns = slice(None, 850), slice(None)
+    found = squared_distance(x, rows, columns)
+    assert found.dtype == torch.float32
+    expected = torch.cdist(x.double()[:, rows], x.double()).square()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
