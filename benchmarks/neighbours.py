@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from .data import Split, check_regression, check_sizes, load_split
 from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session, describe
+from .runs import Session
 
 DEFAULTS: dict[str, Any] = {
     "methods": ["t-svgp", "neighbours", "trees"],
@@ -54,11 +53,7 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(args.datasets, max(args.num_inducing), args.data_dir)
     session = Session("neighbours", args)
     config = {"epochs": args.epochs, "batch_size": args.batch_size, "neighbours": _NUM_NEIGHBOURS, "dtype": args.dtype}
-    planned = [
-        [describe(dataset, number, seed, method, config, split) for method in args.methods]
-        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
-    ]
-    session.plan(list(chain(*planned)))
+    planned = session.plan_splits(args, lambda _: [config])
     warm_up()
     for runs in planned:
         if session.all_done(runs):

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from .errors import UserError
 from .models import warm_up
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session, describe
+from .runs import Session
 
 DEFAULTS: dict[str, Any] = {
     "methods": [
@@ -107,15 +106,7 @@ def run(args: argparse.Namespace) -> None:
     args.methods = [method for method in args.methods if _is_there(method, args)]
     session = Session("quality", args)
     warm_up()
-    planned = [
-        [
-            describe(dataset, number, seed, method, config, split)
-            for method in args.methods
-            for config in _budgets(args, method)
-        ]
-        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
-    ]
-    session.plan(list(chain(*planned)))
+    planned = session.plan_splits(args, partial(_budgets, args))
     for runs in planned:
         data = load_split(runs[0], args)
         points = tighter_gp.inducing.kmeans(data.train_x, runs[0]["num_inducing"], seed=runs[0]["seed"])

@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from . import models, scores
 from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session, describe
+from .runs import Session
 
 # What each recipe gives to ``fit`` besides the data, the budget and the seed.
 METHODS: dict[str, dict[str, Any]] = {
@@ -81,11 +80,7 @@ def run(args: argparse.Namespace) -> None:
         "dtype": args.dtype,
         "noise_floor": models.NOISE_FLOOR,
     }
-    planned = [
-        [describe(dataset, number, seed, method, config, split) for method in args.methods]
-        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
-    ]
-    session.plan(list(chain(*planned)))
+    planned = session.plan_splits(args, lambda _: [config])
     results = []
     for runs in planned:
         if session.all_done(runs):

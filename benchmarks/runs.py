@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import lru_cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,24 @@ class Session:
                 f"{self.path} already holds {known} of these {len(runs)} runs: add --resume to keep them, or choose "
                 "another --out."
             )
+
+    def plan_splits(
+        self, args: argparse.Namespace, configs: Callable[[str], list[dict[str, Any]]]
+    ) -> list[list[dict[str, Any]]]:
+        """Plan each method on each set, size, split and seed: a list of runs for each of these.
+
+        :param configs: The settings of a method; it is run once with each.
+        """
+        planned = [
+            [
+                describe(dataset, number, seed, method, config, split)
+                for method in args.methods
+                for config in configs(method)
+            ]
+            for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
+        ]
+        self.plan(list(chain(*planned)))
+        return planned
 
     def all_done(self, runs: list[dict[str, Any]]) -> bool:
         """Whether nothing is left of these runs."""

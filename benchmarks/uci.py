@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from . import models, scores
 from .data import Split, check_regression, check_sizes, load_split
 from .options import add_arguments as add_common
 from .options import resolve
-from .runs import Session, describe
+from .runs import Session
 from .traces import Trace, at_epochs, place
 
 DEFAULTS: dict[str, Any] = {
@@ -52,11 +51,7 @@ def run(args: argparse.Namespace) -> None:
     session = Session("uci", args)
     models.warm_up()
     common = settings(args)
-    planned = [
-        [describe(dataset, number, seed, method, common, split) for method in args.methods]
-        for dataset, number, split, seed in product(args.datasets, args.num_inducing, args.splits, args.seed)
-    ]
-    session.plan(list(chain(*planned)))
+    planned = session.plan_splits(args, lambda _: [common])
     for runs in planned:
         if session.all_done(runs):
             continue
