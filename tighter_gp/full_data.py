@@ -196,10 +196,10 @@ def set_optimal_q(
     """
     require_gaussian(likelihood, "set_optimal_q")
     if type(getattr(model, "variational_strategy", None)) is VariationalStrategy:  # GPyTorch's own
-        copied, standard = tighter_copy(model), model.variational_strategy
-        set_optimal_q(copied, likelihood, x, y, batch_size, **kwargs)
+        ours, standard = tighter_copy(model), model.variational_strategy
+        set_optimal_q(ours, likelihood, x, y, batch_size, **kwargs)
         standard._variational_distribution.load_state_dict(
-            copied.variational_strategy._variational_distribution.state_dict()
+            ours.variational_strategy._variational_distribution.state_dict()
         )
         standard.variational_params_initialized.fill_(1)
         return
