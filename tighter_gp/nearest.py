@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,13 +61,17 @@ class RowSearch(GP):
         :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
         """
         count = min(self.num_neighbours + (own is not None), len(self.y))
-        points, visits = self._features(x), self._visits(x, count, num_cells)
+        metric, points = self._metric(), self._features(x)
+        visits = self._visits(points, metric, count, num_cells)
         distance = points.new_full((len(x), count), torch.inf)
         found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
         for cell, rows in enumerate(self.cells):
+            visitors = visits[:, cell].nonzero().squeeze(-1)
+            if not len(visitors):
+                continue
             features = self._features(self.rows(rows))
-            for part in visits[:, cell].nonzero().squeeze(-1).split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
-                values, place = self._distances(points[part], features).topk(min(count, len(rows)), largest=False)
+            for part in visitors.split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
+                values, place = metric(points[part], features).topk(min(count, len(rows)), largest=False)
                 values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
                 distance[part] = values
                 found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
@@ -75,12 +80,14 @@ class RowSearch(GP):
         is_own = (found == own.unsqueeze(-1)).int()
         return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
 
-    def _visits(self, x: Tensor, count: int, num_cells: int | None) -> Tensor:
+    def _visits(
+        self, points: Tensor, metric: Callable[[Tensor, Tensor], Tensor], count: int, num_cells: int | None
+    ) -> Tensor:
         """Which cells to search for which points: the nearest few, and more if these have too few rows."""
         if len(self.cells) == 1:
-            return torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
-        order = self._distances(self._features(x), self._features(self._points)).argsort(-1)  # [B, M]
-        sizes = torch.tensor([len(rows) for rows in self.cells], device=x.device)[order]
+            return torch.ones(len(points), 1, dtype=torch.bool, device=points.device)
+        order = metric(points, self._features(self._points)).argsort(-1)  # [B, M]
+        sizes = torch.tensor([len(rows) for rows in self.cells], device=points.device)[order]
         wanted = sizes.cumsum(-1) - sizes < count
         wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
         return torch.zeros_like(wanted).scatter(-1, order, wanted)
@@ -90,8 +97,9 @@ class RowSearch(GP):
         """Rows by their nearest inducing point, where they are too many to look at them all."""
         self.cells = [torch.arange(len(self.y), device=self.y.device)]
         if len(self.y) > _SEARCH_ALL:
-            points, parts = self._features(self._points), chunks(len(self.y), max(1, self.chunk_size // 4))
-            cells = [self._distances(self._features(self.rows(part)), points).argmin(-1) for part in parts]
+            metric, points = self._metric(), self._features(self._points)
+            parts = chunks(len(self.y), max(1, self.chunk_size // 4))
+            cells = [metric(self._features(self.rows(part)), points).argmin(-1) for part in parts]
             sizes = torch.cat(cells).bincount(minlength=len(points))
             self.cells = list(torch.cat(cells).argsort().split(sizes.tolist()))
 
@@ -116,16 +124,22 @@ class RowSearch(GP):
         kernel, seen = self._kernel_at(x)
         return seen / kernel.lengthscale if isinstance(kernel, _STATIONARY) else x
 
-    def _distances(self, points: Tensor, rows: Tensor) -> Tensor:
-        """From features: squared distances, or minus squared correlations; of each point up to a constant."""
-        first = self.rows(slice(0, 1))
-        if isinstance(self._kernel_at(first)[0], _STATIONARY):
-            centre = self._features(first)  # where products lose few digits
+    def _metric(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The distance of points from rows, by their features: squared, or minus squared correlation; up to a constant."""
+        first, prior = self.rows(slice(0, 1)), self.prior
+        is_stationary = isinstance(self._kernel_at(first)[0], _STATIONARY)
+        centre = self._features(first)  # where products lose few digits
+
+        def distances(points: Tensor, rows: Tensor) -> Tensor:
             rows = rows - centre
             return torch.addmm(rows.square().sum(-1), points - centre, rows.mT, alpha=-2)
-        prior = self.prior
-        variance = diagonal(prior.joint(rows)[1], slice(prior.num_inducing, None), rows.dtype).clamp_min(1e-30)
-        return -prior.covariance(points, rows, rows.dtype).square() / variance
+
+        def correlations(points: Tensor, rows: Tensor) -> Tensor:
+            covar = prior.joint(rows)[1]
+            variance = diagonal(covar, slice(prior.num_inducing, None), rows.dtype).clamp_min(1e-30)
+            return -prior.covariance(points, rows, rows.dtype).square() / variance
+
+        return distances if is_stationary else correlations
 
 
 def as_rows(name: str, values: Any) -> Tensor:
