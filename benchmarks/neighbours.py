@@ -2,6 +2,7 @@
 
 The ready-made T-SVGP after ``--epochs`` of the default recipe; the same model as a NeighbourGP; scikit-learn's
 HistGradientBoostingRegressor, whose Gaussian predictions have the squared error of a tenth of the training rows as variance.
+``--methods exact`` is the exact GP at the hyperparameters that the NeighbourGP ends with, for as many rows as memory allows.
 Seconds are the processor's, those with neighbours without training.
 """
 
@@ -103,7 +104,26 @@ def trees(data: Split, trained: Callable[[], tuple[Any, float]]) -> tuple[Tensor
     return mean, torch.full_like(mean, float(variance)), {"processor_seconds": round(time.process_time() - started, 3)}
 
 
-METHODS = {"t-svgp": usual, "neighbours": with_neighbours, "trees": trees}
+def exact(data: Split, trained: Callable[[], tuple[Any, float]]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What neighbours come near to: the exact GP at the same hyperparameters, in float64."""
+    model, _ = trained()
+    near = tighter_gp.NeighbourGP(model, model.likelihood, data.train_x, data.train_y, num_neighbours=_NUM_NEIGHBOURS)
+    gp, started = near.model.double(), time.process_time()
+    x, y, test = data.train_x.double(), data.train_y.double(), data.test_x.double()
+    noise = near.noise.double().mean()
+    with torch.no_grad():
+        covariance = gp.covar_module(x).to_dense()
+        covariance.diagonal().add_(noise)
+        factor = torch.linalg.cholesky(covariance)
+        half = torch.linalg.solve_triangular(factor, gp.covar_module(x, test).to_dense(), upper=False)
+        white = torch.linalg.solve_triangular(factor, (y - gp.mean_module(x)).unsqueeze(-1), upper=False)
+        mean = gp.mean_module(test) + (half.mT @ white).squeeze(-1)
+        variance = gp.covar_module(test, diag=True) - half.square().sum(-2) + noise
+    seconds = round(time.process_time() - started, 3)
+    return mean, variance * near.scale.double(), {"processor_seconds": seconds}
+
+
+METHODS = {"t-svgp": usual, "neighbours": with_neighbours, "trees": trees, "exact": exact}
 
 
 def _scored(method: Callable[..., Any], data: Split, trained: Any, checkpoint: Path, resume: bool) -> dict[str, Any]:
