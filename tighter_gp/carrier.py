@@ -217,8 +217,5 @@ def replace_variance(operator: LinearOperator, variance: Tensor) -> LinearOperat
     """The same tree with other variances in its :class:`Carrier`; only the diagonal of the result is meaningful."""
     if isinstance(operator, Carrier):
         return Carrier(variance, variance, torch.zeros_like(variance))
-    parts = (
-        replace_variance(part, variance) if isinstance(part, LinearOperator) and find_carriers(part) else part
-        for part in operator._args
-    )
+    parts = [replace_variance(part, variance) if isinstance(part, LinearOperator) else part for part in operator._args]
     return operator.__class__(*parts, **operator._kwargs)

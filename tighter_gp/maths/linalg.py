@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,15 +114,19 @@ def _reduced() -> list[tuple[Any, str, Any, Any]]:
     return found
 
 
-@contextmanager
-def full_precision(device_type: str) -> Iterator[None]:
+def full_precision(device_type: str) -> AbstractContextManager[None]:
     """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers.
 
     Works with both of torch's TF32 switches, the older and the newer, and leaves them as they were.
     """
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     switches = _reduced()
-    with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
+    return _switched(device_type, switches) if has_autocast or switches else nullcontext()
+
+
+@contextmanager
+def _switched(device_type: str, switches: list[tuple[Any, str, Any, Any]]) -> Iterator[None]:
+    with torch.autocast(device_type, enabled=False):
         for backend, switch, exact, _ in switches:
             setattr(backend, switch, exact)
         try:

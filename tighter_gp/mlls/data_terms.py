@@ -76,27 +76,13 @@ def data_terms(
         >>> bool(terms.conditional >= 0)
         True
     """
-    return carried_terms(carrier_of(q), likelihood, q, target, mask, beta, by_curvature, **kwargs)
-
-
-def carried_terms(
-    carrier: Carrier,
-    likelihood: Any,
-    q: MultivariateNormal,
-    target: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    by_curvature: bool = False,
-    **kwargs: Any,
-) -> DataTerms:
-    """:func:`data_terms` of a q(f) whose carrier is known."""
     if kwargs:
         check_arguments(likelihood, kwargs)
     target = signed(target) if mask is None else filled(signed(target), mask)
-    batch = _Batch(carrier, likelihood, q, target, mask, beta, by_curvature, kwargs)
+    batch = _Batch(carrier_of(q), likelihood, q, target, mask, beta, by_curvature, kwargs)
     log_prob, penalty = batch.gaussian() if family(likelihood).is_gaussian else batch.other()
     # Copies of one function pay once; some likelihoods sum over tasks, some do not: sum over all that is not batch.
-    num_copies, num_batch = math.prod(carrier.batch_shape[dim] for dim in batch.copied), len(q.batch_shape)
+    num_copies, num_batch = math.prod(batch.carrier.batch_shape[dim] for dim in batch.copied), len(q.batch_shape)
     return DataTerms(_sum_from(_masked(log_prob, mask), num_batch), _sum_from(penalty, num_batch) / num_copies)
 
 

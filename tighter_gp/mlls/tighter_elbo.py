@@ -14,14 +14,13 @@ from gpytorch.variational import OrthogonallyDecoupledVariationalStrategy
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
-from ..carrier import Carrier
 from ..conditionals import ScalarConditional
 from ..conditionals.base import ConditionalAddedLossTerm
 from ..likelihoods.family import family, observed
 from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
-from .data_terms import DataTerms, carried_terms, carrier_of, no_closed_form
+from .data_terms import DataTerms, carrier_of, data_terms, no_closed_form
 from .priors import log_prior
 from .wrapped import wrapped_divergence
 
@@ -127,17 +126,16 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             :class:`~gpytorch.likelihoods.FixedNoiseGaussianLikelihood`.
         :return: The bound per datum, shaped like the batch of models, or :class:`~tighter_gp.mlls.ELBOTerms`.
         """
-        carrier, gp = carrier_of(variational_dist_f), self.model
-        log_likelihood, conditional = self._data_terms(carrier, variational_dist_f, target, **kwargs)
+        log_likelihood, conditional = self.data_terms(variational_dist_f, target, **kwargs)
         num_batch = variational_dist_f.event_shape[0]
         log_likelihood = log_likelihood / num_batch  # a mean over the batch, as an estimate of that over the data
         added_loss: Tensor | float = 0.0
-        for term in gp.added_loss_terms():
+        for term in self.model.added_loss_terms():
             if not isinstance(term, ConditionalAddedLossTerm):
                 added_loss = added_loss + term.loss()
         # The samples of a deep GP are no batch of models.
-        batch_shape = torch.Size() if isinstance(gp, DeepGP) else log_likelihood.shape
-        divergence = wrapped_divergence(gp.variational_strategy, variational_dist_f, carrier)
+        batch_shape = torch.Size() if isinstance(self.model, DeepGP) else log_likelihood.shape
+        divergence = wrapped_divergence(self.model.variational_strategy, variational_dist_f)
         terms = ELBOTerms(
             log_likelihood=log_likelihood,
             kl_divergence=divergence * (self.beta / self.num_data),
@@ -157,11 +155,9 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
 
         :param by_curvature: See :func:`~tighter_gp.mlls.data_terms`.
         """
-        return self._data_terms(carrier_of(q), q, target, by_curvature=by_curvature, **kwargs)
-
-    def _data_terms(self, carrier: Carrier, q: MultivariateNormal, target: Tensor, **kwargs: Any) -> DataTerms:
-        num_batch, strategies = q.event_shape[0], _strategies_in(self.model)
-        if carrier.origin.strategy not in strategies:
+        num_batch, last = q.event_shape[0], carrier_of(q).origin.strategy
+        strategies = [module for module in self.model.modules() if isinstance(module, TighterStrategy)]
+        if last not in strategies:
             raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")
         if num_batch > self.num_data:
             raise ValueError(
@@ -174,8 +170,9 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
             if target.device.type == "cpu":
                 check_targets(self.likelihood, target)
         mask = observed(self.likelihood, target, q.event_shape)
-        terms = carried_terms(carrier, self.likelihood, q, target, mask, self.beta, **kwargs)
-        hidden = [s for s in strategies if s is not carrier.origin.strategy and s.conditional.is_learned]
+        options: dict[str, Any] = {"mask": mask, "beta": self.beta, "by_curvature": by_curvature}
+        terms = data_terms(self.likelihood, q, target, **options, **kwargs)
+        hidden = [s for s in strategies if s is not last and s.conditional.is_learned]
         return terms._replace(conditional=sum(map(_hidden_penalty, hidden)) * num_batch + terms.conditional)
 
 
@@ -189,10 +186,6 @@ def _hidden_penalty(strategy: TighterStrategy) -> Tensor:
         )
     # One term per latent function and datum, also where the functions of a layer share one scale.
     return scale_penalty(conditional.m).expand(strategy._variational_distribution.batch_shape).sum()
-
-
-def _strategies_in(model: torch.nn.Module) -> list[TighterStrategy]:
-    return [module for module in model.modules() if isinstance(module, TighterStrategy)]
 
 
 def _tighter_strategies(model: Any) -> list[TighterStrategy]:

@@ -10,7 +10,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
 from torch import Tensor
 
-from ..carrier import Carrier, replace_variance
+from ..carrier import Carrier, find_carriers, replace_variance
 from ..likelihoods.expectations import event_variance
 from ..strategies.base import divergence
 
@@ -53,8 +53,9 @@ def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(q.batch_shape), len(carrier.batch_shape)) if carrier.copied[dim])
 
 
-def wrapped_divergence(strategy: Any, q: MultivariateNormal, carrier: Carrier) -> Tensor:
+def wrapped_divergence(strategy: Any, q: MultivariateNormal) -> Tensor:
     """KL divergence of the q(u) that made q(f), summed over the latent functions that make up one model."""
+    (carrier,) = find_carriers(q.lazy_covariance_matrix)
     if not hasattr(strategy, "base_variational_strategy") and strategy is not carrier.origin.strategy:
         return strategy.kl_divergence()  # a deep GP, or a sum of several
     value = divergence(carrier.origin.q).to(q.mean.dtype)

@@ -40,7 +40,9 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
     :param columns: Which are the second; variances are exact where both begin with the same.
     :param is_selected: Whether the kernel's ``active_dims`` were selected already.
     """
-    x, kind = _select(kernel, x, is_selected), type(kernel)
+    kind = type(kernel)
+    if kernel.active_dims is not None and not is_selected:
+        x = x.index_select(-1, kernel.active_dims)
     if kind is kernels.ScaleKernel:  # GPyTorch's has taken over the active_dims of its base
         scale, base = kernel.outputscale.to(x.dtype).unsqueeze(-1).unsqueeze(-1), kernel.base_kernel
         profile = _profile(base)
@@ -70,7 +72,9 @@ def variance(kernel: Kernel, x: Tensor, *, is_selected: bool = False) -> Tensor:
 
     :param x: ``... x N x D``.
     """
-    x, kind = _select(kernel, x, is_selected), type(kernel)
+    kind = type(kernel)
+    if kernel.active_dims is not None and not is_selected:
+        x = x.index_select(-1, kernel.active_dims)
     if kind is kernels.ScaleKernel:
         return kernel.outputscale.to(x.dtype).unsqueeze(-1) * variance(kernel.base_kernel, x, is_selected=True)
     if kind in _COMBINED:
@@ -89,7 +93,9 @@ def spread(kernel: Kernel, x: Tensor, *, is_selected: bool = False) -> Tensor | 
 
     The largest over dimensions and parts of a kernel, zero for those that know no lengthscale or are left to GPyTorch.
     """
-    x, kind = _select(kernel, x, is_selected), type(kernel)
+    kind = type(kernel)
+    if kernel.active_dims is not None and not is_selected:
+        x = x.index_select(-1, kernel.active_dims)
     if kind is kernels.ScaleKernel:
         return spread(kernel.base_kernel, x, is_selected=True)
     if kind in _COMBINED:
@@ -102,10 +108,6 @@ def spread(kernel: Kernel, x: Tensor, *, is_selected: bool = False) -> Tensor | 
 
 _COMBINED: dict[type, Callable[[Tensor, Tensor], Tensor]] = {kernels.AdditiveKernel: add, kernels.ProductKernel: mul}
 _STATIONARY = (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel)
-
-
-def _select(kernel: Kernel, x: Tensor, is_selected: bool) -> Tensor:
-    return x if kernel.active_dims is None or is_selected else x.index_select(-1, kernel.active_dims)
 
 
 def _scaled(kernel: Kernel, x: Tensor, rows: slice) -> Tensor:

@@ -202,7 +202,7 @@ class TighterStrategy(VariationalStrategy):
         **kwargs: Any,
     ) -> MultivariateNormal:
         r"""From (prior mean, A, d) and q(w) to q(f), whose covariance carries :math:`(s, d)`."""
-        points = self.project(x, **kwargs) if projection is None else projection  # A is [..., M, B]
+        points = self.prior()(x, **kwargs) if projection is None else projection  # A is [..., M, B]
         q = [part.to(points.matrix.dtype) for part in self.q()]
         mean, explained = explained_moments(points.matrix, *q)  # A'm and s  [..., B]
         origin = Origin(self, x, index, points, mean, explained, q)
