@@ -78,7 +78,7 @@ def traces(dataset: str = "kin40k", size: int = 256, epochs: int = 120) -> None:
 
 def neighbours() -> None:
     """RMSE with neighbours and of boosted trees, as fractions of the usual one's."""
-    lines = lines_of("neighbours")
+    lines = [line for line in lines_of("neighbours") if line["num_inducing"] == 256]
     datasets = list(dict.fromkeys(line["dataset"] for line in sorted(lines, key=lambda line: line["num_train"])))
     of = lambda method, dataset: mean(
         line["rmse"] for line in lines if (line["method"], line["dataset"]) == (method, dataset)

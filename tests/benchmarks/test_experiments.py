@@ -67,14 +67,6 @@ def test_the_demo_writes_its_table_and_figure(tmp_path, capsys):
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
-def test_the_demo_takes_a_file(tmp_path):
-    path = tmp_path / "data.csv"
-    path.write_text("a,b\n" + "".join(f"{i / 10},{math.sin(i / 3)}\n" for i in range(40)))
-    assert command("demo", "--smoke", "--data", path, "--standardise", "--test-fraction", 0.2, "--out", tmp_path) == 0
-    path.write_text("1,2\n3,x\n")
-    assert command("demo", "--smoke", "--data", path, "--out", tmp_path) == 2
-
-
 def test_parts_of_the_speed_are_replaced(tmp_path):
     for parts in (("fit",), ("grid",), ("grid",)):
         assert command("speed", "--smoke", "--parts", *parts, "--out", tmp_path) == 0
