@@ -12,12 +12,11 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gpytorch
 import numpy as np
 import torch
-from scipy.optimize import OptimizeResult, minimize
 from torch import Tensor
 
 import tighter_gp
@@ -153,7 +152,8 @@ def execute(run: dict[str, Any], data: Split, checkpoint: Path, resume: bool) ->
     started = time.perf_counter()
     # Cholesky factors where GPyTorch would iterate, for the exact GP.
     with gpytorch.settings.fast_computations(*[False] * 3) if method == "exact" else nullcontext():
-        found = train(model, data, config["max_iter"])
+        options = {"steps": config["max_iter"], "progress": False}
+        history = tighter_gp.fit(model, model.likelihood, data.train_x, data.train_y, **options)
         seconds = time.perf_counter() - started
         model.eval()
         with torch.no_grad():
@@ -163,56 +163,12 @@ def execute(run: dict[str, Any], data: Split, checkpoint: Path, resume: bool) ->
     log_density = -0.5 * (torch.log(2 * math.pi * variance) + error.square() / variance)
     rmse = error.square().mean().sqrt().item()
     return {
-        "bound": found.bound,
-        "bound_at_half": found.bound_at_half,
+        "bound": -history.loss[-1],
+        "bound_at_half": -history.loss[(history.steps - 1) // 2],
         "rmse": rmse,
         "nlpd": -log_density.mean().item(),
         "noise": model.likelihood.noise.item(),
-        "evaluations": found.evaluations,
-        "converged": found.converged,
+        "converged": history.steps < config["max_iter"],
         "seconds": round(seconds, 3),
         "flags": scores.flags_of_scores(rmse, data.test_y.std().item()),
     }
-
-
-class Optimum(NamedTuple):
-    """Where L-BFGS ended.
-
-    :param bound: Per datum.
-    :param bound_at_half: The same after half of the iterations.
-    :param converged: Whether L-BFGS ended by itself, and not at the most iterations.
-    """
-
-    bound: float
-    bound_at_half: float
-    evaluations: int
-    converged: bool
-
-
-def train(model: Collapsed, data: Split, max_iter: int) -> Optimum:
-    """Maximise the bound by L-BFGS."""
-    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-    parameters = list(model.parameters())
-    model.train()
-    bounds: list[float] = []
-
-    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
-        _set(parameters, values)
-        loss = -mll(model(data.train_x), data.train_y)
-        gradients = torch.autograd.grad(loss, parameters)
-        return loss.item(), torch.cat([g.flatten() for g in gradients]).double().cpu().numpy()
-
-    def after_iteration(intermediate_result: OptimizeResult) -> None:
-        bounds.append(-float(intermediate_result.fun))
-
-    start = torch.nn.utils.parameters_to_vector(parameters).detach().double().cpu().numpy()
-    options = {"maxiter": max_iter, "maxfun": 2 * max_iter}
-    result = minimize(objective, start, jac=True, method="L-BFGS-B", options=options, callback=after_iteration)
-    _set(parameters, result.x)
-    bound = -float(result.fun)
-    return Optimum(bound, bounds[(len(bounds) - 1) // 2] if bounds else bound, int(result.nfev), bool(result.success))
-
-
-def _set(parameters: list[torch.nn.Parameter], values: np.ndarray) -> None:
-    vector = torch.from_numpy(values).to(parameters[0])
-    torch.nn.utils.vector_to_parameters(vector, parameters)
