@@ -12,7 +12,6 @@ import torch
 import tighter_gp
 from tests.accelerator.device import Wait, load, waits
 from tests.accelerator.features import FEATURES, Step
-from tests.accelerator.launches import STEPS, launches_of
 from tests.accelerator.runs import feature_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
@@ -129,38 +128,19 @@ def synchronisations() -> str:
     return "\n".join(lines)
 
 
-def launches() -> str:
-    """One row per kind of step, in float32."""
-    lines = ["| eager step, float32 | launches | of them backward | most frequent |", "|---|---|---|---|"]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    for name in STEPS:
-        found = launches_of(name)
-        backward = sum(launch.is_backward for launch in found.found)
-        often = ", ".join(f"{operator} {count}" for operator, count in found.by_operator().most_common(5))
-        lines.append(f"| {name} | {len(found.found)} | {backward} | {often} |")
-    torch.set_default_dtype(before)
-    return "\n".join(lines)
-
-
-def tables() -> dict[str, str]:
-    """The generated parts of the page."""
+def table() -> str:
+    """The generated part of the page."""
     load()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return {
-            "synchronisations": synchronisations(),
-            "launches": launches(),
-        }
+        return synchronisations()
     finally:
         torch.set_default_dtype(before)
 
 
-def with_tables(page: str) -> str:
-    """The page with its tables made anew, each after a comment with its name and up to the next empty line."""
-    for name, table in tables().items():
-        mark = f"<!-- generated: {name} -->\n"
-        head, tail = page.split(mark)
-        page = f"{head}{mark}{table}\n\n{tail.split(chr(10) * 2, 1)[1]}"
-    return page
+def with_table(page: str) -> str:
+    """The page with its table made anew, after a comment and up to the next empty line."""
+    mark = "<!-- generated: synchronisations -->\n"
+    head, tail = page.split(mark)
+    return f"{head}{mark}{table()}\n\n{tail.split(chr(10) * 2, 1)[1]}"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tighter_gp
 from tests.accelerator.device import DEVICES
 from tests.accelerator.features import FEATURES
-from tests.accelerator.table import PAGE, WAITS, WAITS_IN_FLOAT32, step_of, waits_of, with_tables
+from tests.accelerator.table import PAGE, WAITS, WAITS_IN_FLOAT32, step_of, waits_of, with_table
 
 pytestmark = pytest.mark.accelerator
 
@@ -45,7 +45,7 @@ def test_a_step_waits_as_often_as_the_table_says(feature, dtype):
 def test_the_tables_of_the_page_are_up_to_date():
     """``python -m tests.accelerator --write`` makes them anew."""
     page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page) == page
+    assert with_table(page) == page
 
 
 class Wide(TorchDispatchMode):
