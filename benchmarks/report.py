@@ -196,19 +196,18 @@ def means(lines: Sequence[Result], metrics: Sequence[Metric], *settings: str) ->
     return table(["method", *settings, *(metric.title for metric in metrics)], rows)
 
 
+def by_split(lines: Sequence[Result], dataset: str, size: int, method: str) -> dict[int, Result]:
+    """The runs of one method on one data set."""
+    wanted = dataset, size, method
+    return {one["split"]: one for one in lines if (one["dataset"], one["num_inducing"], one["method"]) == wanted}
+
+
 def cell(
     lines: Sequence[Result], dataset: str, size: int, name: str, digits: int, methods: Sequence[str] = NEIGHBOURS
 ) -> str:
     """Means over splits of some methods, side by side."""
-    found = []
-    for method in methods:
-        own = [
-            run[name]
-            for run in lines
-            if (run["dataset"], run["num_inducing"], run["method"]) == (dataset, size, method)
-        ]
-        found.append(f"{mean(own).value:.{digits}f}" if own else "")
-    return "/".join(found).rstrip("/")
+    found = [mean(run[name] for run in by_split(lines, dataset, size, method).values()) for method in methods]
+    return "/".join(f"{one.value:.{digits}f}" if one else "" for one in found).rstrip("/")
 
 
 def neighbours() -> str:
@@ -219,12 +218,7 @@ def neighbours() -> str:
     for dataset in sorted(largest, key=lambda name: largest[name]):
         row = [dataset, str(largest[dataset])]
         for size in sizes:
-            of = lambda method: {
-                run["split"]: run
-                for run in lines
-                if (run["dataset"], run["num_inducing"], run["method"]) == (dataset, size, method)
-            }
-            near, usual = of("neighbours"), of("t-svgp")
+            usual, near = (by_split(lines, dataset, size, method) for method in NEIGHBOURS[:2])
             for metric, name, digits in ((RMSE, "rmse", 3), (LOG_LIKELIHOOD, "nlpd", 2)):
                 counts = tally(differences([(usual[split], run) for split, run in near.items()], metric), metric)
                 totals.setdefault((size, name), Counter()).update(counts)
