@@ -23,9 +23,9 @@ def block_table(labels: Tensor) -> Tensor:
                 [ 0,  2]])
     """
     _, block, counts = torch.unique(labels, return_inverse=True, return_counts=True)
-    order = torch.argsort(block, stable=True)
+    order = torch.argsort(block, stable=True)  # points, block by block  [N]
     column = torch.arange(len(order), device=labels.device) - (counts.cumsum(0) - counts)[block[order]]
-    table = order.new_full((len(counts), int(counts.max())), -1)
+    table = order.new_full((len(counts), int(counts.max())), -1)  # [K, S]
     table[block[order], column] = order
     return table
 
@@ -87,7 +87,7 @@ class Blocks(OptimalConditional):
             batch, ``K x S``, -1 there.
         """
         rows = block_table(self._labels_of(num_points, index)).to(self.labels.device)  # [K, S]
-        is_point = rows >= 0
+        is_point = rows >= 0  # [K, S]
         covariance = within(rows)  # a place that is filled up has -1, which is a row as well
         is_diagonal = torch.eye(rows.size(-1), dtype=torch.bool, device=rows.device)
         covariance = torch.where(is_diagonal, covariance.clamp_min(0), covariance)
@@ -127,10 +127,10 @@ class Blocks(OptimalConditional):
         is_seen = precision > 0
         precision = torch.where(is_seen, precision, torch.ones_like(precision))
         root = (precision.sqrt() * is_seen)[..., rows]  # a place that is filled up has -1, and no covariance
-        scaled = root.unsqueeze(-1) * covariance * root.unsqueeze(-2)
+        scaled = root.unsqueeze(-1) * covariance * root.unsqueeze(-2)  # Lambda^1/2 D_bb Lambda^1/2  [..., K, S, S]
         # Differences of covariances: what the inducing points explain wholly has the errors of what they do not.
         largest = mean_diagonal(scaled).amax(-1, keepdim=True)
-        factor = add_identity_cholesky(scaled, largest.expand(scaled.shape[:-2]))
+        factor = add_identity_cholesky(scaled, largest.expand(scaled.shape[:-2]))  # of M_b^-1  [..., K, S, S]
         block_scale = triangular_inverse(factor).square().sum(-2)  # the diagonal of M_b  [..., K, S]
         penalty = 0.5 * (block_scale - 1) + factor.diagonal(dim1=-1, dim2=-2).log()
         place = torch.argsort(rows.flatten())[-residual.size(-1) :]  # what is filled up has -1 and comes first

@@ -83,10 +83,10 @@ class OptimalConditional(Conditional):
             return x + torch.log1p((curvature(x.exp()) * residual).clamp_min(0)).clamp_max(-_LEAST_LOG_SCALE)
 
         above = torch.zeros_like(residual)  # x = log m = 0  [..., B]
-        excess_above = excess(above)
+        excess_above = excess(above)  # h(x) >= 0
         below = excess_below = torch.zeros_like(above)  # until one is found
         is_bracketed = was_below = torch.zeros_like(above, dtype=torch.bool)
-        x = above - excess_above
+        x = above - excess_above  # x - h(x), which may pass the root
         for _ in range(num_steps or self.num_steps):
             value = excess(x)
             is_below = value < 0
@@ -97,6 +97,6 @@ class OptimalConditional(Conditional):
             excess_below = torch.where(is_below, value, halved[1])
             above, below = torch.where(is_below, above, x), torch.where(is_below, x, below)
             is_bracketed, was_below = is_bracketed | is_below, is_below
-            secant = (above - below) / (excess_above - excess_below)
+            secant = (above - below) / (excess_above - excess_below)  # slope of regula falsi
             x = (above - excess_above * torch.where(is_bracketed, secant, 1.0)).clamp_min(_LEAST_LOG_SCALE)
         return x.exp()

@@ -58,7 +58,7 @@ class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
         locations, weights = locations.reshape(shape), (weights * locations * (2 / math.sqrt(math.pi))).reshape(shape)
 
         def curvature(variance: Tensor) -> Tensor:
-            width = (2 * variance).sqrt()
+            width = (2 * variance).sqrt()  # [..., N]
             return (torch.addcmul(mean, width, locations).sigmoid() * weights).sum(0) / width
 
         return curvature

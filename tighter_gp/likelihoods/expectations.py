@@ -53,7 +53,7 @@ def _laplace_expectation(likelihood: Any, targets: Tensor, q: MultivariateNormal
     """In closed form: a rule of few nodes is coarse where the density has a kink, and has no curvature to speak of."""
     scale, variance = likelihood.noise.sqrt(), marginal_variance(q)
     difference = targets - q.mean
-    ratio = difference / (2 * variance).sqrt()
+    ratio = difference / (2 * variance).sqrt()  # (y - mu) / sqrt(2 v)
     distance = (2 * variance / math.pi).sqrt() * torch.exp(-ratio.square()) + difference * torch.erf(ratio)
     return -torch.log(2 * scale) - distance / scale
 
@@ -89,7 +89,7 @@ def task_covariance(q: MultivariateNormal) -> Tensor:
     num_points, num_tasks = q.event_shape
     points = torch.arange(num_points, device=q.mean.device).view(-1, 1, 1)
     tasks = torch.arange(num_tasks, device=q.mean.device)
-    places = points * num_tasks + tasks if q._interleaved else points + tasks * num_points
+    places = points * num_tasks + tasks if q._interleaved else points + tasks * num_points  # [N, 1, T]
     return q.lazy_covariance_matrix[..., places, places.mT]
 
 
@@ -102,7 +102,7 @@ def place_samples(q: MultivariateNormal, draws: Tensor) -> Tensor:
     """Samples of q(f) from standard normal draws: exact for each point, without correlations between points."""
     if not correlates_tasks(q):
         return q.mean + marginal_variance(q).sqrt() * draws
-    root = cholesky(task_covariance(q), name="covariance between tasks")
+    root = cholesky(task_covariance(q), name="covariance between tasks")  # [..., N, T, T]
     return q.mean + (root @ draws.unsqueeze(-1)).squeeze(-1)
 
 
@@ -117,7 +117,7 @@ def log_prob_of_samples(likelihood: Any, targets: Tensor, samples: Tensor, **kwa
             "their numbers must agree."
         )
     weights = likelihood.mixing_weights
-    logits = torch.log_softmax(samples if weights is None else samples @ weights.mT, dim=-1)
+    logits = torch.log_softmax(samples if weights is None else samples @ weights.mT, dim=-1)  # [S, ..., N, C]
     labels = targets.long().unsqueeze(-1).expand(*logits.shape[:-1], 1)
     return logits.gather(-1, labels).squeeze(-1)
 
@@ -212,7 +212,7 @@ def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **
     else:
         variance = marginal_variance(q)
         by_variance = curvature * (variance - variance.detach())
-    change = by_mean - 0.5 * by_variance
+    change = by_mean - 0.5 * by_variance  # zero, with the derivatives wanted
     return value + (change if per_task else change.sum(-1))
 
 
@@ -258,7 +258,7 @@ def _curvature_by_quadrature(likelihood: Any, targets: Tensor, q: MultivariateNo
 def _softmax_curvature(likelihood: SoftmaxLikelihood, samples: Tensor, full: bool) -> Tensor:
     r""":math:`W^\top (\mathrm{diag}(p) - p p^\top) W`, mean over samples, or its diagonal."""
     weights = likelihood.mixing_weights
-    probs = torch.softmax(samples if weights is None else samples @ weights.mT, dim=-1)
+    probs = torch.softmax(samples if weights is None else samples @ weights.mT, dim=-1)  # [S, ..., N, C]
     if weights is None and not full:
         return (probs * (1 - probs)).mean(0)
     if weights is None:

@@ -43,6 +43,11 @@ class Family(NamedTuple):
         return self.expectation == "gaussian"
 
 
+def of_gpytorch(name: str) -> tuple[type, ...]:
+    """A likelihood of GPyTorch, for ``isinstance``; empty for a version that lacks it."""
+    return (getattr(likelihoods, name),) if hasattr(likelihoods, name) else ()
+
+
 _ONE_FUNCTION = Family("own", has_one_function=True)
 _FAMILIES: dict[type, Family] = {
     _MultitaskGaussianLikelihoodBase: Family("gaussian", is_gaussian_noise=True, is_log_concave=True),
@@ -52,7 +57,7 @@ _FAMILIES: dict[type, Family] = {
     HeteroscedasticGaussianLikelihood: Family("moments", False, True, False),
     likelihoods.LaplaceLikelihood: Family("laplace", False, True, True),
     likelihoods.BernoulliLikelihood: _ONE_FUNCTION._replace(is_log_concave=True),
-    likelihoods.PoissonLikelihood: _ONE_FUNCTION._replace(is_log_concave=True),
+    **dict.fromkeys(of_gpytorch("PoissonLikelihood"), _ONE_FUNCTION._replace(is_log_concave=True)),
     _OneDimensionalLikelihood: _ONE_FUNCTION,
     likelihoods.SoftmaxLikelihood: Family("samples", is_log_concave=True),
     Likelihood: Family(),
@@ -106,7 +111,7 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     is_own = has_own_noise(likelihood)
     if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
         return _fixed_noise(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, likelihoods.HadamardGaussianLikelihood) and not is_own:
+    if isinstance(likelihood, of_gpytorch("HadamardGaussianLikelihood")) and not is_own:
         return _noise_of_tasks(likelihood, event_shape, **kwargs)
     if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
         noise = likelihood.noise

@@ -87,7 +87,7 @@ def full_penalty(residual_covariance: Tensor, noise: Tensor) -> Tensor:
         tensor(0.6264)
     """
     stddev = noise.sqrt()
-    scaled = residual_covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
+    scaled = residual_covariance / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))  # Sigma^-1/2 D Sigma^-1/2  [..., N, N]
     return add_identity_cholesky(scaled).diagonal(dim1=-1, dim2=-2).log().sum(-1)
 
 
@@ -136,7 +136,7 @@ def optimal_scale_penalty(residual: Tensor, precision: Tensor) -> Tensor:
         >>> tighter_gp.maths.bounds.optimal_scale_penalty(torch.tensor([0.0, 1.0, 3.0]), 1 / noise)
         tensor([0.0000, 0.0361, 0.1581])
     """
-    ratio = precision * residual
+    ratio = precision * residual  # x_n  [..., N]
     return 0.5 * (torch.log1p(ratio) - ratio / (1 + ratio))
 
 
@@ -192,7 +192,7 @@ def nystrom_log_prob(projection: Tensor, targets: Tensor, noise: Tensor) -> Tens
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
     core = collapse(scaled @ scaled.mT, (scaled @ whitened).squeeze(-1))
-    quadratic = sum_of_squares(scaled, whitened, core.weights)
+    quadratic = sum_of_squares(scaled, whitened, core.weights)  # |r|^2 + |w|^2  [...]
     return collapsed_log_prob(quadratic, core.log_det, noise.log().sum(-1), targets.size(-1))
 
 
@@ -207,7 +207,7 @@ def sum_of_squares(scaled: Tensor, whitened: Tensor, weights: Tensor) -> Tensor:
         >>> tighter_gp.maths.bounds.sum_of_squares(torch.eye(1), torch.tensor([[3.0]]), torch.tensor([1.0]))
         tensor(5.)
     """
-    misfit = whitened - scaled.mT @ weights.unsqueeze(-1)
+    misfit = whitened - scaled.mT @ weights.unsqueeze(-1)  # r  [..., N, 1]
     return misfit.square().sum((-1, -2)) + weights.square().sum(-1)
 
 
@@ -302,9 +302,9 @@ def exact_log_evidence(covariance: Tensor, targets: Tensor, noise: Tensor) -> Te
         tensor(-3.5613)
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
-    factor = cholesky(covariance + torch.diag_embed(noise), name="K + noise")
-    whitened = torch.linalg.solve_triangular(factor, targets.unsqueeze(-1), upper=False)
-    log_det = 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
+    factor = cholesky(covariance + torch.diag_embed(noise), name="K + noise")  # [..., N, N]
+    whitened = torch.linalg.solve_triangular(factor, targets.unsqueeze(-1), upper=False)  # [..., N, 1]
+    log_det = 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)  # log |K + Sigma|  [...]
     return -0.5 * (targets.size(-1) * _LOG_2PI + whitened.square().sum((-1, -2)) + log_det)
 
 
@@ -339,7 +339,7 @@ def whitened_kl(q: Whitened) -> Tensor:
             "whitened_kl needs a Gaussian q(w) with a root or a stddev; got a point mass, whose KL is infinite."
         )
     smallest = torch.finfo(diagonal.dtype).tiny
-    log_root = diagonal.abs().clamp_min(smallest).log().sum(-1)
+    log_root = diagonal.abs().clamp_min(smallest).log().sum(-1)  # log |R|  [...]
     return 0.5 * (trace + q.mean.square().sum(-1) - q.mean.size(-1)) - log_root
 
 
@@ -409,7 +409,7 @@ def neighbour_penalty(residual_sets: Tensor, noise: Tensor) -> Tensor:
         tensor(0.6264)
     """
     stddev = noise.sqrt()
-    scaled = residual_sets / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))
+    scaled = residual_sets / (stddev.unsqueeze(-1) * stddev.unsqueeze(-2))  # B within each set, less I  [..., N, S, S]
     # The last pivot of the Cholesky factor is the root of the variance given the others.
     return add_identity_cholesky(scaled)[..., -1, -1].log().sum(-1)
 

@@ -43,7 +43,7 @@ class Collapsed(NamedTuple):
     @property
     def root(self) -> Tensor:
         r"""Upper triangular root of :math:`B^{-1}`, ``... x M x M``."""
-        identity = torch.eye(self.factor.size(-1), dtype=self.factor.dtype, device=self.factor.device)
+        identity = torch.eye(self.factor.size(-1), dtype=self.factor.dtype, device=self.factor.device)  # [M, M]
         return solve_lower_transposed(self.factor, identity.expand_as(self.factor))
 
 

@@ -147,7 +147,7 @@ class _Moments(torch.autograd.Function):
             else:
                 by_matrix = _add_outer(by_matrix, root, weighted, matrix.shape)
         if ctx.needs_input_grad[1]:
-            by_mean = (matrix @ grad_mean.unsqueeze(-1)).squeeze(-1).sum_to_size(mean.shape)
+            by_mean = (matrix @ grad_mean.unsqueeze(-1)).squeeze(-1).sum_to_size(mean.shape)  # A g  [..., M]
         if ctx.needs_input_grad[2]:
             by_root = (matrix * weights) @ matrix.mT @ root if ctx.by_covariance else matrix @ weighted.mT
             by_root = by_root.sum_to_size(root.shape)

@@ -162,7 +162,7 @@ def triangular_inverse(lower: Tensor) -> Tensor:
     first, second = triangular_inverse(torch.stack([lower[..., :half, :half], lower[..., half:, half:]]))
     inverse = torch.zeros_like(lower)
     inverse[..., :half, :half], inverse[..., half:, half:] = first, second
-    inverse[..., half:, :half] = -(second @ (lower[..., half:, :half] @ first))
+    inverse[..., half:, :half] = -(second @ (lower[..., half:, :half] @ first))  # -C^-1 B A^-1 of [[A, 0], [B, C]]
     return inverse
 
 

@@ -144,7 +144,7 @@ def explained_moments(projection: Tensor, *parts: Whitened) -> tuple[Tensor, Ten
         >>> tighter_gp.maths.moments.explained_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), q, q)[0]
         tensor([2., 2.])
     """
-    rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)
+    rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)  # one block of A per factor of q(w)
     (mean, explained), *others = (
         mean_and_explained(part, q.mean, q.root)
         if q.root is not None
@@ -195,7 +195,7 @@ def optimal_whitened(projection: Tensor, targets: Tensor, noise: Tensor) -> Whit
         (tensor([0.6250]), tensor([[0.5000]]))
     """
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
-    weighted = projection / noise.unsqueeze(-2)
+    weighted = projection / noise.unsqueeze(-2)  # a_n / noise_n  [..., M, N]
     return whitened_from_gram(weighted @ projection.mT, (weighted @ targets.unsqueeze(-1)).squeeze(-1))
 
 

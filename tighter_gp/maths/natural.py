@@ -32,7 +32,7 @@ def reversed_factor(precision: Tensor) -> tuple[Tensor, Tensor]:
         (tensor([[5., 2.],
                 [2., 4.]]), True)
     """
-    factor, info = torch.linalg.cholesky_ex(precision.flip(-1, -2))
+    factor, info = torch.linalg.cholesky_ex(precision.flip(-1, -2))  # of P with its order reversed  [..., M, M]
     ok = (info == 0).all() & torch.isfinite(factor.diagonal(dim1=-1, dim2=-2)).all()
     return factor.mT.flip(-1, -2), ok  # in the order of its memory, which is by columns
 
@@ -54,7 +54,7 @@ def data_sums(
         (tensor([[5.]]), tensor([2.]))
     """
     vector = (projection @ slope.to(projection.dtype).unsqueeze(-1)).squeeze(-1)  # [..., M]
-    weighted = projection * curvature.to(projection.dtype).unsqueeze(-2)
+    weighted = projection * curvature.to(projection.dtype).unsqueeze(-2)  # lambda_n a_n  [..., M, B]
     gram = (weighted * projection).sum(-1) if diagonal else weighted @ projection.mT
     inner = gram.shape[gram.dim() - (1 if diagonal else 2) :]
     return sum_to(gram, batch_shape, inner), sum_to(vector, batch_shape, vector.shape[-1:])
@@ -74,8 +74,8 @@ def natural_step(precision: Tensor, gram: Tensor, size: float | Tensor, diagonal
     """
     if diagonal:
         return torch.lerp(precision, 1 + gram, size)
-    moved = torch.lerp(precision, gram, size)
-    moved.diagonal(dim1=-1, dim2=-2).add_(size)
+    moved = torch.lerp(precision, gram, size)  # (1 - rho) P + rho sum lambda_n a_n a_n'
+    moved.diagonal(dim1=-1, dim2=-2).add_(size)  # + rho I
     return moved
 
 

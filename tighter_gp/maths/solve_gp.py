@@ -122,7 +122,7 @@ def solve_gp_whitened_from_gram(gram: Tensor, linear: Tensor, num_inducing: int)
         >>> q_u.mean, q_v.mean  # 2 / (1 + 3) and 1 / (1 + 1)
         (tensor([0.5000]), tensor([0.5000]))
     """
-    mean = collapse(gram, linear).weights
+    mean = collapse(gram, linear).weights  # of both sets together  [..., M]
     rows = slice(num_inducing), slice(num_inducing, None)
     q_u, q_v = (whitened_from_gram(gram[..., part, part], linear[..., part]) for part in rows)
     return q_u._replace(mean=mean[..., rows[0]]), q_v._replace(mean=mean[..., rows[1]])
@@ -155,12 +155,12 @@ def solve_gp_log_prob(projection: Tensor, targets: Tensor, noise: Tensor, num_in
     noise = noise.expand(torch.broadcast_shapes(noise.shape, targets.shape))
     stddev = noise.sqrt()
     scaled, whitened = projection / stddev.unsqueeze(-2), (targets / stddev).unsqueeze(-1)
-    gram = scaled @ scaled.mT
+    gram = scaled @ scaled.mT  # H Sigma^-1 H'  [..., M, M]
     core = collapse(gram, (scaled @ whitened).squeeze(-1))
     quadratic = sum_of_squares(scaled, whitened, core.weights)
     log_det = torch.zeros_like(quadratic)
     for part in (slice(num_inducing), slice(num_inducing, None)):
-        factor = add_identity_cholesky(gram[..., part, part])
+        factor = add_identity_cholesky(gram[..., part, part])  # of each set alone
         log_det = log_det + 2 * factor.diagonal(dim1=-1, dim2=-2).log().sum(-1)
     return collapsed_log_prob(quadratic, log_det, noise.log().sum(-1), targets.size(-1))
 

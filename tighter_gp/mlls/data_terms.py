@@ -179,7 +179,7 @@ class _Batch(NamedTuple):
             narrowed = with_variance(self.q, self.carrier.explained + kept)
             log_prob = expected_log_prob(self.likelihood, self.target, narrowed, **self.kwargs)
             (slope,) = torch.autograd.grad(_masked(log_prob, self.mask).sum(), kept)
-        return -2 * slope
+        return -2 * slope  # lambda_n  [..., B]
 
     def sampled_curvature(self, draws: Tensor) -> Callable[[Tensor], Tensor]:
         """Mean second derivatives over samples from the same draws at every scale."""

@@ -55,7 +55,7 @@ def covariance(kernel: Kernel, x: Tensor, rows: slice, columns: slice, *, is_sel
         return (x[..., rows, :] * kernel.variance.to(x.dtype)) @ x[..., columns, :].mT
     if kind is kernels.RQKernel:
         alpha = kernel.alpha.to(x.dtype).unsqueeze(-1)  # [..., 1, 1]
-        squared = _stationary(_scaled(kernel, x, rows), rows, columns, None, _squared)
+        squared = _stationary(_scaled(kernel, x, rows), rows, columns, None, _squared)  # r^2  [..., N1, N2]
         return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
     if kind is kernels.MaternKernel and kernel.nu == 0.5:  # its kink asks for distances from differences
         scaled = _scaled(kernel, x, rows)
@@ -189,7 +189,7 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
 
     Zero on the main diagonal if both begin with the same inputs.
     """
-    wide = x if float32_factor.on() else x.double()
+    wide = x if float32_factor.on() else x.double()  # [..., N, D]
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()  # |x|^2  [..., N, 1]
     first, second, norm1, norm2 = wide[..., rows, :], wide[..., columns, :], norms[..., rows, :], norms[..., columns, :]
     if x.size(-1) <= _FEW_DIMENSIONS:  # |a|^2 - 2 a'b + |b|^2 as one product
@@ -197,7 +197,7 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
         squared = _product(left, torch.cat([second, torch.ones_like(norm2), norm2], -1), x.dtype)
     else:
         squared = (first @ second.mT).mul_(-2).add_(norm1).add_(norm2.mT).to(x.dtype)
-    squared = squared.clamp_min_(0)
+    squared = squared.clamp_min_(0)  # [..., N1, N2]
     if (rows.start or 0) == (columns.start or 0):
         squared.diagonal(dim1=-1, dim2=-2).zero_()
     return squared

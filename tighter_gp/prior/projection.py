@@ -124,7 +124,7 @@ class Prior:
     def covariance(self, x1: Tensor, x2: Tensor, dtype: torch.dtype) -> Tensor:
         """Prior covariance between two sets of inputs, ``... x N1 x N2``."""
         size = x1.size(-2)
-        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])  # of both sets of inputs
         both = x1 if x1 is x2 else torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (x1, x2)], -2)
         rows = slice(self.num_inducing, self.num_inducing + size)
         columns = rows if x1 is x2 else slice(self.num_inducing + size, None)
@@ -149,7 +149,7 @@ class Prior:
         if not _is_kernel(covar):
             return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
         every = slice(None)
-        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)
+        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)  # [K, ..., S, S]
         return (covariance - columns.mT @ columns).movedim(0, -3)
 
     # ---- precision --------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class TighterStrategy(VariationalStrategy):
         def joint(x: Tensor, **kwargs: Any) -> tuple[Tensor, LinearOperator]:
             batch = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
             inputs = [part.expand(*batch, *part.shape[-2:]) for part in (points, x)]  # [..., M, D] and [..., B, D]
-            prior = self.model.forward(torch.cat(inputs, dim=-2), **kwargs)
+            prior = self.model.forward(torch.cat(inputs, dim=-2), **kwargs)  # at Z and x together, M + B points
             return prior.mean[..., points.size(-2) :], prior.lazy_covariance_matrix
 
         if dtype is None and self.conditional.needs_double and self.training:
@@ -228,7 +228,7 @@ class TighterStrategy(VariationalStrategy):
         r""":math:`K_{XX} + \epsilon I - A^\top A + A^\top S A`."""
         prior = self.model.forward(x, **kwargs).lazy_covariance_matrix
         dtype = points.mean.dtype
-        matrix = points.matrix.to(dtype)
+        matrix = points.matrix.to(dtype)  # [..., M, B]
         parts = [prior.add_jitter(jitter), MatmulLinearOperator(-matrix.mT, matrix)]
         for rows, part in zip(matrix.split([p.mean.size(-1) for p in q], dim=-2), q, strict=True):
             root = explained_root(rows, part.to(dtype))  # R' A  [..., R, B]

@@ -41,7 +41,7 @@ class FantasyStrategy(DefaultPredictionStrategy):
         covar[..., : known.size(-1), : known.size(-1)] = known
         self.known, self._chol = known, psd_safe_cholesky(covar)
         self.lik_train_train_covar = CholLinearOperator(TriangularLinearOperator(self._chol))
-        offset = self.train_labels - self.train_prior_dist.mean
+        offset = self.train_labels - self.train_prior_dist.mean  # y - mu  [..., M + N]
         self._weights = self.lik_train_train_covar.solve(offset.unsqueeze(-1)).squeeze(-1)
         return self
 
@@ -54,7 +54,7 @@ class FantasyStrategy(DefaultPredictionStrategy):
     ) -> LinearOperator:
         if skip_posterior_variances.on():
             return super().exact_predictive_covar(test_test_covar, test_train_covar)
-        half = torch.linalg.solve_triangular(self._chol, to_dense(test_train_covar).mT, upper=False)
+        half = torch.linalg.solve_triangular(self._chol, to_dense(test_train_covar).mT, upper=False)  # [..., M + N, T]
         return to_linear_operator(to_dense(test_test_covar) - half.mT @ half)
 
     def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> FantasyStrategy:
@@ -113,8 +113,8 @@ def fantasy_gp(strategy: Any, mean_module: Any, covar_module: Any) -> FantasyGP:
     points, q = strategy.all_points().detach(), strategy.whitened()
     inducing, chol, *_ = strategy.prior(torch.float64).factorized(points).factor
     prior_mean = model.forward(points).mean
-    values, vectors = torch.linalg.eigh((q.root @ q.root.mT).to(chol.dtype))
-    told = 1 - values
+    values, vectors = torch.linalg.eigh((q.root @ q.root.mT).to(chol.dtype))  # of S  [..., M]
+    told = 1 - values  # of I - S
     if bool((told < -1e-3).any()):
         warnings.warn(
             "q(u) is wider than the prior in some directions, as before training; the fantasy model has the prior's variance "
@@ -123,7 +123,7 @@ def fantasy_gp(strategy: Any, mean_module: Any, covar_module: Any) -> FantasyGP:
             stacklevel=3,
         )
     told = told.clamp_min(_LEAST * torch.finfo(points.dtype).eps)
-    root = chol @ vectors
+    root = chol @ vectors  # L V  [..., M, M]
     known = (root / told.unsqueeze(-2)) @ root.mT  # C = L (I - S)^-1 L'
     shift = (root @ ((vectors.mT @ q.mean.to(chol.dtype).unsqueeze(-1)) / told.unsqueeze(-1))).squeeze(-1)
     points = points.expand(*known.shape[:-2], *points.shape[-2:])
