@@ -63,12 +63,14 @@ docs: $(STAMP)
 test-versions:
 	$(PYTHON) -m tests.tools.versions $(VERSIONS)
 
-# GPflow and GPJax, each in an environment of its own, for `python -m benchmarks speed --peers`.
+# GPflow, GPJax and GPBoost, each in an environment of its own, for `python -m benchmarks quality` and `speed --peers`.
 peers:
 	$(PYTHON) -m venv .venv-peers/gpflow
 	.venv-peers/gpflow/bin/python -m pip install --quiet gpflow tensorflow-cpu tf-keras "setuptools<81"
 	$(PYTHON) -m venv .venv-peers/gpjax
 	.venv-peers/gpjax/bin/python -m pip install --quiet gpjax optax
+	$(PYTHON) -m venv .venv-peers/gpboost
+	.venv-peers/gpboost/bin/python -m pip install --quiet gpboost
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache docs/_build docs/notebooks

@@ -26,7 +26,7 @@ LABELS = {
     "t-svgp": "T-SVGP",
     "solve-gp": "SOLVE-GP",
     "t-solve-gp": "T-SOLVE-GP",
-    "neighbours": "with neighbours",
+    "neighbours": "T-SVGP with neighbours",
     "linear": "linear model",
     "trees": "boosted trees",
     "v-bgplvm": "V-BGPLVM",
@@ -38,6 +38,8 @@ LABELS = {
     "gpflow ngd": "GPflow SVGP, natural gradients",
     "gpflow ngd float64": "GPflow SVGP, natural gradients, float64",
     "gpjax ngd": "GPJax SVGP, natural gradients",
+    "gpboost vecchia": "GPBoost, Vecchia (one thread)",
+    "gpboost vif": "GPBoost, VIF (one thread)",
 }
 
 
