@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gpytorch
+import pytest
 import torch
 
 import tighter_gp
@@ -10,6 +11,8 @@ from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel
 
 NOISE = torch.tensor([0.05, 0.4])
+HAS_TASKS = hasattr(gpytorch.likelihoods, "HadamardGaussianLikelihood")
+pytestmark = pytest.mark.skipif(not HAS_TASKS, reason="this version of GPyTorch has no HadamardGaussianLikelihood")
 
 
 def problem():

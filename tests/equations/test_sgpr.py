@@ -15,6 +15,7 @@ from gpytorch.kernels import (
 )
 from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
+from packaging.version import Version
 
 import tighter_gp
 from tests.tools import adversarial, dense
@@ -93,7 +94,8 @@ def test_predictions_in_eval_mode_are_gpytorchs(noise, correction, x):
     with gpytorch.settings.sgpr_diagonal_correction(correction), torch.no_grad():
         ours, theirs = (model.eval()(x) for model in (collapsed("tighter", noise), stock(noise)))
         torch.testing.assert_close(ours.mean, theirs.mean, rtol=1e-10, atol=1e-11)
-        torch.testing.assert_close(ours.covariance_matrix, theirs.covariance_matrix, rtol=1e-10, atol=1e-11)
+        if Version(gpytorch.__version__) >= Version("1.15.2"):  # earlier ones have other covariances
+            torch.testing.assert_close(ours.covariance_matrix, theirs.covariance_matrix, rtol=1e-10, atol=1e-11)
 
 
 @BOUNDS

@@ -12,6 +12,7 @@ from gpytorch import likelihoods
 
 import tighter_gp
 from tests.tools.factories import make_gp, make_noise
+from tighter_gp.likelihoods.family import of_gpytorch
 from tighter_gp.likelihoods.targets import check_targets
 
 N = 24
@@ -39,7 +40,7 @@ RANGES = [
         BINARY,
     ),
     (
-        (likelihoods.PoissonLikelihood, POISSON, likelihoods.NegativeBinomialLikelihood),
+        (POISSON, *of_gpytorch("PoissonLikelihood"), *of_gpytorch("NegativeBinomialLikelihood")),
         ([0, 3], [0.0, 3.0, NAN]),
         ([1.5, -2.0], [-1, 4]),
         COUNTS,

@@ -182,7 +182,7 @@ class TighterStrategy(VariationalStrategy):
         :param index: Positions of the points in the training set, for a conditional that needs them.
         """
         if prior:
-            return super().__call__(x, prior=True, diag=diag, **kwargs)
+            return super().__call__(x, prior=True, **kwargs)
         if x.size(-1) != self.inducing_points.size(-1) or x.dim() < 2:
             hint = " Of a single row pass x[None]." if x.dim() < 2 else ""
             raise ValueError(
