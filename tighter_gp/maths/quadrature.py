@@ -12,9 +12,9 @@ _REACH = 256.0  # the interval of log_expectation, in standard deviations
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-def _leading(values: Tensor, like: Tensor) -> Tensor:
-    """A vector as the first dimension in front of those of another tensor."""
-    return values.to(like).reshape(-1, *(1 for _ in like.shape))
+def leading(values: Tensor, like: Tensor) -> Tensor:
+    """A vector as the first dimension in front of those of another tensor; what has these dimensions stays."""
+    return values.to(like) if values.dim() > 1 else values.to(like).reshape(-1, *(1 for _ in like.shape))
 
 
 def log_integral(
@@ -36,7 +36,7 @@ def log_integral(
         return log_integrand(z).nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
 
     left, right = low, high
-    fractions = _leading(torch.linspace(0, 1, 17, dtype=low.dtype), low)
+    fractions = leading(torch.linspace(0, 1, 17, dtype=low.dtype), low)
     for _ in range(10):
         nodes = left + (right - left) * fractions
         best = g(nodes).argmax(0, keepdim=True)
@@ -44,12 +44,12 @@ def log_integral(
         right = nodes.gather(0, (best + 1).clamp_max(16)).squeeze(0)
     mode = (left + right) / 2
     # The width: how far on either side to where the integrand has fallen by a factor of sqrt(e).
-    steps = (high - low) * _leading(0.5 ** torch.arange(42, dtype=low.dtype), low)
+    steps = (high - low) * leading(0.5 ** torch.arange(42, dtype=low.dtype), low)
     top = g(mode.unsqueeze(0))
     widths = [torch.where(top - g(mode + sign * steps) >= 0.5, steps, high - low).amin(0) for sign in (-1, 1)]
     width = torch.minimum(*widths)
     first, last = torch.asinh((low - mode) / width), torch.asinh((high - mode) / width)
-    places = first + (last - first) * _leading(torch.linspace(0, 1, num_nodes, dtype=low.dtype), low)
+    places = first + (last - first) * leading(torch.linspace(0, 1, num_nodes, dtype=low.dtype), low)
     log_weight = (width * torch.cosh(places) * (last - first) / (num_nodes - 1)).log()
     return torch.logsumexp(g(mode + width * torch.sinh(places)) + log_weight, dim=0)
 
@@ -88,12 +88,9 @@ def normal_rule(
     return nodes, weights / weights.sum()
 
 
-def mirrored_rule(centre: float, width: float, num_nodes: int, reach: float) -> tuple[Tensor, Tensor]:
-    """:func:`normal_rule` with nodes densest around a place and around its mirror image, twice as many.
-
-    :param centre: The place; parameters as there.
-    """
-    nodes, weights = normal_rule(centre, width, num_nodes, reach)
+def mirrored_rule(centre: float, width: float = 0.02) -> tuple[Tensor, Tensor]:
+    """:func:`normal_rule` for bounded functions, with nodes densest around a place and around its mirror image."""
+    nodes, weights = normal_rule(centre, width, num_nodes=121, reach=9.0)
     # Two shares that sum to one, each with the rule that is dense on its side, and as smooth as the nodes in between allow.
     weights = weights * torch.special.ndtr(8 * nodes / math.copysign(max(abs(centre), width), centre))
     return torch.cat([nodes, -nodes]), torch.cat([weights, weights]) / (2 * weights.sum())

@@ -1,10 +1,11 @@
-r"""From the distribution of f at a point to that of y: one class per kind of likelihood, in float64.
+r"""From the distribution of f at a point to that of y, in float64: a mixture of p(y | f) over values of f.
 
 ===========================  =====================================================================================
 Gaussian of any kind         closed form, with the covariance of the tasks of a point
 Bernoulli (probit)           closed form
 Laplace, Student-t           mixtures of Gaussians over their scale, by quadrature
-any other of one function    quadrature over f, around the peak of the integrand
+noise that depends on x      likewise, over the second function
+any other of one function    quadrature over f; densities around the peak of the integrand
 softmax, other several       draws of all functions of a point together: Sobol's points, or a product rule for two
 ===========================  =====================================================================================
 """
@@ -19,110 +20,172 @@ from typing import Any
 import torch
 from gpytorch import likelihoods
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical
+from torch.distributions import Bernoulli, Categorical, Normal
 from torch.special import log_ndtr, ndtr
 
+from ..draws import seeded
 from ..likelihoods import HeteroscedasticGaussianLikelihood
 from ..likelihoods.family import family
-from ..maths.quadrature import log_expectation, log_integral, mirrored_rule, normal_draws, normal_rule
-from .given_f import density, distribution_function, entries, log_density, unchecked
+from ..maths.quadrature import (
+    leading,
+    log_expectation,
+    mirrored_rule,
+    normal_draws,
+    normal_rule,
+    smallest_integer,
+    solve_increasing,
+)
+from .given_f import density, distribution_function, entries, log_density, moments, unchecked
 from .points import Marginals
 
 _LOG_2PI = math.log(2 * math.pi)
 
-# Value and slope of a distribution function.
-DistributionFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 class Density:
-    """The distribution of y at each point by itself, a mixture over values of f.
+    """The distribution of y at each point by itself; here of any likelihood, by draws of all functions of a point.
 
     :param likelihood: The likelihood, in float64.
     :param f: f at the points, or y with Gaussian noise.
     :param arguments: Further arguments of its ``forward`` at the points.
+    :param is_mixture: Whether the first dimension of f counts components of equal weight.
     :param num_draws: Of the functions, where there is no rule for their number.
     :param seed: Of the draws.
     """
-
-    is_discrete = False
-    has_classes = False
 
     def __init__(
         self,
         likelihood: Any,
         f: Marginals,
-        arguments: dict[str, Any] | None = None,
+        arguments: dict[str, Any],
+        is_mixture: bool = False,
         num_draws: int = 1024,
         seed: int = 0,
     ) -> None:
-        self.likelihood, self.f, self.arguments = likelihood, f, arguments or {}
+        self.likelihood, self.f, self.arguments, self.is_mixture = likelihood, f, arguments, is_mixture
         self.num_draws, self.seed = num_draws, seed
 
     def conditional(self, f: Tensor) -> Any:
         """p(y | f)."""
         with unchecked():
-            return self.likelihood.forward(f, **self.arguments)
+            if type(self.likelihood).forward is not likelihoods.SoftmaxLikelihood.forward:
+                return self.likelihood.forward(f, **self.arguments)
+            # GPyTorch takes as many points as there are functions for the functions: hand over one point at a time.
+            return Categorical(logits=self.likelihood.forward(f.unsqueeze(-2)).logits.squeeze(-2))
 
     def draws(self) -> tuple[Any, Tensor]:
-        """p(y | f) at draws of the functions of a point together, in a first dimension, and their weights."""
+        """p(y | f) at draws of the functions of a point together, in a first dimension, and their log weights, ``K``."""
         nodes, weights = normal_draws(self.num_draws, self.f.mean.size(-1), self.seed)
         nodes = nodes.to(self.f.mean).reshape(len(nodes), *(1 for _ in self.f.mean.shape[:-1]), -1)  # [K, ..., 1, T]
-        return self.conditional(self.f.place(nodes)), weights.to(nodes)
+        return self.conditional(self.f.place(nodes)), weights.to(nodes).log()
 
-    def mixture(self, p: float | None = None) -> tuple[Any, Tensor]:
-        """p(y | f) at nodes, in a first dimension, and their weights.
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """p(y | f) at nodes, in a first dimension, and their log weights, ``K`` or ``K x ... x N``.
 
         :param p: The nodes are to be dense around this quantile of f.
         """
-        conditional, weights = self.draws()
-        return conditional, weights.reshape(-1, *(1 for _ in conditional.mean.shape[1:]))
+        return self.draws()
+
+    def log_average(self, log_values: Tensor, log_weights: Tensor) -> Tensor:
+        """Logarithm of the mean over nodes, ``K x ...``, and over the components of a mixture."""
+        value = torch.logsumexp(log_values + leading(log_weights, log_values[0]), 0)
+        return torch.logsumexp(value, 0) - math.log(len(value)) if self.is_mixture else value
+
+    def average(self, values: Tensor, log_weights: Tensor) -> Tensor:
+        """Mean over nodes, ``K x ...``, and over the components of a mixture."""
+        value = (values * leading(log_weights, values[0]).exp()).sum(0)
+        return value.mean(0) if self.is_mixture else value
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of y."""
-        conditional, weights = self.mixture()
-        mean = (weights * conditional.mean).sum(0)
-        return mean, (weights * (conditional.variance + (conditional.mean - mean).square())).sum(0)
+        """Mean and variance of y; for several classes of the label as a vector of zeros and a one."""
+        conditional, log_weights = self.nodes()
+        return self.total_moments(*moments(conditional), log_weights)
+
+    def total_moments(self, mean: Tensor, variance: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of a mixture from those of its parts, ``K x ...``."""
+        total = self.average(mean, log_weights)
+        return total, self.average(variance + (mean - total).square(), log_weights)
 
     def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
-        """Log density per point, joint over what is observed there; an observation missing in part counts as missing."""
-        conditional, weights = self.draws()
-        value = log_mean(log_density(conditional, y), weights)
-        return value if observed.dim() == value.dim() else torch.where(observed.all(-1), value, torch.nan)
+        """Log density per point, joint over the tasks observed; where tasks have no densities of their own, over all."""
+        conditional, log_weights = self.draws()
+        value = log_density(conditional, y)  # [K, ..., N], or [K, ..., N, T] by task
+        if conditional.event_shape:
+            return torch.where(observed.all(-1), self.log_average(value, log_weights), torch.nan)
+        return self.log_average(self.over_tasks(value, observed), log_weights)
 
-    def distribution_function(self, p: float) -> DistributionFunction | None:
-        """Of each entry of y by itself, most accurate around its quantile ``p``; None if it must be sampled."""
-        conditional, weights = self.mixture(p)
+    def over_tasks(self, log_prob: Tensor, observed: Tensor) -> Tensor:
+        """Sum over the tasks observed, if y has tasks."""
+        num_dims = self.f.mean.dim() - self.f.is_several - self.is_mixture
+        return torch.where(observed, log_prob, 0.0).sum(-1) if observed.dim() > num_dims else log_prob
+
+    def quantile(self, p: float) -> Tensor:
+        """Where the distribution function of each entry of y by itself reaches ``p``."""
+        conditional, log_weights = self.nodes(p)
         cdf = distribution_function(conditional)
         if cdf is None:
-            return None
-
-        def function(y: Tensor) -> tuple[Tensor, Tensor]:
-            value = (weights * cdf(y)).sum(0)
-            return value, value if self.is_discrete else (weights * density(conditional, y)).sum(0)
-
-        return function
+            with seeded(self.seed, self.f.mean.device):
+                draws = self.sample(self.num_draws)
+            return draws.sort(0).values[math.ceil(p * len(draws)) - 1]
+        below = lambda y: self.average(cdf(y), log_weights)
+        place, distance = self.around()
+        if entries(conditional).support.is_discrete:
+            return smallest_integer(below, p, place)
+        slope = lambda y: self.average(density(conditional, y), log_weights)
+        return solve_increasing(lambda y: (below(y), slope(y)), p, place, distance)
 
     def around(self) -> tuple[Tensor, Tensor]:
         """Where to look for quantiles: a place and a distance."""
         mean, variance = self.moments()
         return mean, variance.sqrt()
 
-    def sample(self) -> Tensor:
-        """One draw of y."""
-        return self.conditional(self.f.place(torch.randn_like(self.f.mean))).sample()
+    def sample(self, num_samples: int) -> Tensor:
+        """Draws of y in a first dimension; of a mixture each point has a component of its own."""
+        if self.is_mixture:
+            points = torch.arange(self.f.num_points, device=self.f.mean.device)
+            component = torch.randint(len(self.f.mean), (num_samples, len(points)), device=points.device)
+            f = self.f.map(lambda value: value[component, points])
+        else:
+            f = self.f.map(lambda value: value.expand(num_samples, *value.shape))
+        return self.y_of(f.place(torch.randn_like(f.mean)))
+
+    def y_of(self, f: Tensor) -> Tensor:
+        """A draw of y given f."""
+        return self.conditional(f).sample()
 
 
-class Gaussian(Density):
-    """Gaussian y, whose moments are given."""
+class OneFunction(Density):
+    """Any likelihood of one function per entry of y."""
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of y."""
-        return self.f.mean, self.f.variance
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """Nodes are dense around the quantile of f and its mirror image: y may rise or fall with f."""
+        nodes, weights = normal_rule() if p is None else mirrored_rule(NormalDist().inv_cdf(p))
+        mean, stddev = self.f.mean, self.f.variance.clamp_min(0).sqrt()
+        return self.conditional(mean + stddev * leading(nodes, mean)), weights.to(mean).log()
 
     def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
-        """Log density per point, joint over what is observed there."""
+        """By quadrature; over draws where functions are correlated."""
+        if self.f.covariance is not None:
+            return super().log_prob(y, observed)
+        value = self.over_tasks(self.log_prob_of_entries(y), observed).unsqueeze(0)
+        return self.log_average(value, value.new_zeros(1))
+
+    def log_prob_of_entries(self, y: Tensor) -> Tensor:
+        """By quadrature around the peak of p(y|f) q(f)."""
+        return log_expectation(lambda f: log_density(self.conditional(f), y), self.f.mean, self.f.variance)
+
+
+class Gaussian(OneFunction):
+    """Gaussian y, whose moments are given."""
+
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """One."""
+        mean, stddev = self.f.mean.unsqueeze(0), self.f.variance.sqrt().unsqueeze(0)
+        return Normal(mean, stddev, validate_args=False), mean.new_zeros(1)
+
+    def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
+        """Log density per point, joint over the tasks observed."""
         if self.f.covariance is None:
-            return _over_tasks(self._log_prob(y), self.f, observed)
+            return super().log_prob(y, observed)
         # A missing task becomes one of mean y and variance one that is independent of the others.
         pairs = observed.unsqueeze(-1) & observed.unsqueeze(-2)
         covariance = torch.where(pairs, self.f.covariance, torch.diag_embed((~observed).to(y)))
@@ -130,111 +193,121 @@ class Gaussian(Density):
         root = torch.linalg.cholesky(covariance)  # [..., N, T, T]
         white = torch.linalg.solve_triangular(root, difference.unsqueeze(-1), upper=False).squeeze(-1)
         log_det = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(-1)
-        return -0.5 * (white.square().sum(-1) + log_det + _LOG_2PI * observed.sum(-1))
+        value = -0.5 * (white.square().sum(-1) + log_det + _LOG_2PI * observed.sum(-1))  # [..., N]
+        return self.log_average(value.unsqueeze(0), value.new_zeros(1))
 
-    def _log_prob(self, y: Tensor) -> Tensor:
+    def log_prob_of_entries(self, y: Tensor) -> Tensor:
+        """In closed form."""
         return _normal_log_prob(y - self.f.mean, self.f.variance)
 
-    def distribution_function(self, p: float) -> DistributionFunction:
-        """Of each entry of y by itself."""
-        stddev = self.f.variance.sqrt()
-        return lambda y: (ndtr((y - self.f.mean) / stddev), self._log_prob(y).exp())
-
-    def sample(self) -> Tensor:
-        """One draw of y."""
-        return self.f.place(torch.randn_like(self.f.mean))
+    def y_of(self, f: Tensor) -> Tensor:
+        """Itself: the noise is in it."""
+        return f
 
 
-class OneFunction(Density):
-    """Any likelihood of one function per entry of y."""
+class Probit(OneFunction):
+    """Two classes with the probit link, in closed form."""
 
-    def mixture(self, p: float | None = None) -> tuple[Any, Tensor]:
-        """Nodes are dense around the quantile of f and its mirror image: y may rise or fall with f."""
-        rule = normal_rule() if p is None else mirrored_rule(NormalDist().inv_cdf(p), 0.02, num_nodes=121, reach=9)
-        nodes, weights = (part.to(self.f.mean).reshape(-1, *(1 for _ in self.f.mean.shape)) for part in rule)
-        return self.conditional(self.f.mean + self.f.variance.clamp_min(0).sqrt() * nodes), weights
+    def link(self) -> Tensor:
+        r""":math:`\mu / \sqrt{1 + v}`: the probability of class one is its normal distribution function."""
+        return self.f.mean / (1 + self.f.variance).sqrt()
 
-    def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
-        """By quadrature; over draws where functions are correlated."""
-        if self.f.covariance is None:
-            return _over_tasks(self._log_prob(y), self.f, observed)
-        conditional, weights = self.draws()
-        return log_mean(torch.where(observed, log_density(conditional, y), 0.0).sum(-1), weights)
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """One."""
+        link = self.link().unsqueeze(0)
+        return Bernoulli(probs=ndtr(link), validate_args=False), link.new_zeros(1)
 
-    def _log_prob(self, y: Tensor) -> Tensor:
-        """By quadrature around the peak of p(y|f) q(f)."""
-        return log_expectation(lambda f: log_density(self.conditional(f), y), self.f.mean, self.f.variance)
-
-
-class Count(OneFunction):
-    """The same, of integers."""
-
-    is_discrete = True
+    def log_prob_of_entries(self, y: Tensor) -> Tensor:
+        """The label's own tail, which does not round to zero."""
+        return log_ndtr((2 * y - 1) * self.link())
 
 
 class ScaleMixture(OneFunction):
-    r"""Gaussian noise of variance :math:`w\,e^{-t}` with a random t, added to f.
+    """Gaussian noise of a random variance, added to f: its nodes are Gaussians."""
 
-    :ivar spread: :math:`w`.
-    :ivar limits: Between which t lies.
-    :ivar width: How far t varies.
-    """
+    def log_prob_of_entries(self, y: Tensor) -> Tensor:
+        """Over the nodes, which reach as far as the noise does."""
+        conditional, log_weights = self.nodes()
+        return torch.logsumexp(conditional.log_prob(y) + log_weights, 0)
 
-    limits = -80.0, 8.0
 
-    @property
-    def spread(self) -> Tensor:
-        """:math:`w`."""
-        return self.likelihood.noise
+class StudentT(ScaleMixture):
+    r"""Student-t noise: :math:`e^t` has a gamma distribution of mean one."""
 
-    @property
-    def width(self) -> Tensor:
-        """How far t varies."""
-        return (2 / self.likelihood.deg_free).sqrt().clamp_max(1)
-
-    def log_weight(self, t: Tensor) -> Tensor:
-        """Log density of t: for Student-t :math:`e^t` has a gamma distribution of mean one."""
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """Over the scale of the noise."""
         half = self.likelihood.deg_free / 2
-        return half * half.log() - torch.lgamma(half) + half * (t - t.exp())
-
-    def noise(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance."""
-        return student_t_moments(self.likelihood)
+        log_density = lambda t: half * (t - t.exp())
+        width = half.rsqrt().clamp_max(1)
+        return _scale_mixture(self.f.mean, self.f.variance, self.likelihood.noise, log_density, width, (-80, 8))
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of y."""
-        mean, variance = self.noise()
-        return self.f.mean + mean, self.f.variance + variance
+        """In closed form: tails may be too heavy for nodes."""
+        one = self.f.mean.new_zeros(1)  # the log weight of one node
+        mean, variance = self.total_moments(self.f.mean.unsqueeze(0), self.f.variance.unsqueeze(0), one)
+        noise_mean, noise_variance = student_t_moments(self.likelihood)
+        return mean + noise_mean, variance + noise_variance
 
     def around(self) -> tuple[Tensor, Tensor]:
-        """Where to look for quantiles."""
-        return self.f.mean, (self.f.variance + self.spread).sqrt()
+        """There may be no moments."""
+        conditional, log_weights = self.nodes()
+        precision = self.average(conditional.stddev.reciprocal(), log_weights)
+        return self.average(conditional.mean, log_weights), precision.reciprocal()
 
-    def _log_prob(self, y: Tensor) -> Tensor:
-        """By quadrature over t."""
 
-        def integrand(t: Tensor) -> Tensor:
-            return self.log_weight(t) + _normal_log_prob(y - self.f.mean, self.f.variance + self.spread * torch.exp(-t))
+class Laplace(ScaleMixture):
+    """Laplace noise: its variance has an exponential distribution."""
 
-        low, high = (torch.full_like(self.f.mean + y, limit) for limit in self.limits)
-        return log_integral(integrand, low, high)
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """Over the scale of the noise."""
+        log_density = lambda t: -t - torch.exp(-t)
+        spread = 2 * self.likelihood.noise
+        return _scale_mixture(self.f.mean, self.f.variance, spread, log_density, torch.ones_like(spread), (-8, 80))
 
-    def distribution_function(self, p: float) -> DistributionFunction:
-        """Of each entry of y by itself."""
-        low, high = (torch.asinh(limit / self.width) for limit in self.limits)
-        fractions = torch.linspace(0, 1, 161, dtype=self.f.mean.dtype, device=self.f.mean.device)
-        places = low + (high - low) * fractions.reshape(-1, *(1 for _ in self.f.mean.shape))
-        t = self.width * torch.sinh(places)
-        weights = torch.cosh(places) * self.log_weight(t).exp()
-        weights = weights / weights.sum(0)
-        variance = self.f.variance + self.spread * torch.exp(-t)  # [K, ..., N]
+    def log_prob_of_entries(self, y: Tensor) -> Tensor:
+        """In closed form: either side of the kink is an exponential times a normal tail."""
+        scale, stddev = self.likelihood.noise.sqrt(), self.f.variance.clamp_min(1e-20).sqrt()
+        misfit, ratio = y - self.f.mean, stddev / scale
+        above = log_ndtr(misfit / stddev - ratio) - misfit / scale
+        below = log_ndtr(-misfit / stddev - ratio) + misfit / scale
+        return 0.5 * ratio.square() + torch.logaddexp(above, below) - (2 * scale).log()
 
-        def function(y: Tensor) -> tuple[Tensor, Tensor]:
-            misfit = y - self.f.mean
-            slope = (weights * _normal_log_prob(misfit, variance).exp()).sum(0)
-            return (weights * ndtr(misfit / variance.sqrt())).sum(0), slope
 
-        return function
+class VaryingNoise(ScaleMixture):
+    """Gaussian noise whose log variance is the second of two independent functions."""
+
+    def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
+        """Over the second function."""
+        (mean, log_noise), (variance, spread) = self.f.mean.unbind(-1), self.f.variance.clamp_min(1e-12).unbind(-1)
+        log_density = lambda t: -0.5 * t.square() / spread
+        return _scale_mixture(mean, variance, log_noise.exp(), log_density, spread.sqrt(), (-40, 40))
+
+
+def _scale_mixture(
+    mean: Tensor,
+    variance: Tensor,
+    spread: Tensor,
+    log_density: Callable[[Tensor], Tensor],
+    width: Tensor,
+    limits: tuple[float, float],
+) -> tuple[Normal, Tensor]:
+    r"""Gaussians with noise of variance :math:`w\,e^{-t}` at nodes of t, and their log weights, ``K x ... x N`` both.
+
+    :param mean: Of f, ``... x N``.
+    :param variance: Of f, ``... x N``.
+    :param spread: :math:`w`.
+    :param log_density: Of t, but for a constant.
+    :param width: How far t varies: nodes are dense within it.
+    :param limits: Between which t lies.
+    """
+    first, last = (torch.asinh(limit / width) for limit in limits)
+    fractions = torch.linspace(0, 1, 241, dtype=mean.dtype, device=mean.device)
+    places = first + (last - first) * leading(fractions, mean)
+    t = width * torch.sinh(places)
+    stddev = (variance + spread * torch.exp(-t)).sqrt()
+    log_weights = (torch.cosh(places).log() + log_density(t)).expand(stddev.shape)
+    conditional = Normal(mean.expand(stddev.shape), stddev, validate_args=False)
+    return conditional, log_weights - log_weights.logsumexp(0)
 
 
 def student_t_moments(likelihood: likelihoods.StudentTLikelihood) -> tuple[Tensor, Tensor]:
@@ -244,157 +317,23 @@ def student_t_moments(likelihood: likelihoods.StudentTLikelihood) -> tuple[Tenso
     return mean, likelihood.noise * torch.where(nu > 2, nu / (nu - 2), torch.inf)
 
 
-class Laplace(ScaleMixture):
-    """Laplace noise: its variance has an exponential distribution."""
-
-    limits = -8.0, 80.0
-    width = torch.ones(())
-
-    @property
-    def spread(self) -> Tensor:
-        """:math:`w`."""
-        return 2 * self.likelihood.noise
-
-    def log_weight(self, t: Tensor) -> Tensor:
-        """Log density of t."""
-        return -t - torch.exp(-t)
-
-    def noise(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance."""
-        return torch.zeros_like(self.spread), self.spread
+_CLOSED_FORMS: dict[Any, type[Density]] = {
+    likelihoods.BernoulliLikelihood: Probit,
+    likelihoods.LaplaceLikelihood: Laplace,
+    likelihoods.StudentTLikelihood: StudentT,
+    HeteroscedasticGaussianLikelihood: VaryingNoise,
+}
 
 
-class VaryingNoise(ScaleMixture):
-    """Gaussian noise whose log variance is the second of two functions."""
-
-    limits = -40.0, 40.0
-
-    def __init__(self, likelihood: Any, f: Marginals, *rest: Any) -> None:
-        super().__init__(likelihood, Marginals(f.mean[..., 0], f.variance[..., 0]), *rest)
-        self.log_noise = f.mean[..., 1], f.variance[..., 1].clamp_min(1e-12)
-
-    @property
-    def spread(self) -> Tensor:
-        """:math:`w`."""
-        return self.log_noise[0].exp()
-
-    @property
-    def width(self) -> Tensor:
-        """How far t varies."""
-        return self.log_noise[1].sqrt()
-
-    def log_weight(self, t: Tensor) -> Tensor:
-        """Log density of t, minus what g differs from its mean by."""
-        return _normal_log_prob(t, self.log_noise[1])
-
-    def sample(self) -> Tensor:
-        """A draw of y for each entry of f."""
-        mean, variance = self.log_noise
-        f = self.f.place(torch.randn_like(self.f.mean))
-        log_noise = mean + variance.sqrt() * torch.randn_like(f)
-        return f + (0.5 * log_noise).exp() * torch.randn_like(f)
-
-    def noise(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance."""
-        mean, variance = self.log_noise
-        return torch.zeros_like(mean), (mean + variance / 2).exp()
-
-
-class Binary(OneFunction):
-    """Two classes, any link."""
-
-    has_classes = True
-
-    def log_probs(self) -> Tensor:
-        """Of the classes 0 and 1, ``... x 2``."""
-        labels = torch.zeros_like(self.f.mean), torch.ones_like(self.f.mean)
-        return torch.stack([OneFunction._log_prob(self, label) for label in labels], -1)
-
-    def _log_prob(self, y: Tensor) -> Tensor:
-        return self.log_probs().gather(-1, (y > 0).long().expand(self.f.mean.shape).unsqueeze(-1)).squeeze(-1)
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of y."""
-        probs = self.log_probs().exp()
-        return probs[..., 1], probs.prod(-1)
-
-
-class Probit(Binary):
-    """Two classes with the probit link, in closed form."""
-
-    def log_probs(self) -> Tensor:
-        """Of the classes 0 and 1, ``... x 2``."""
-        link = self.f.mean / (1 + self.f.variance).sqrt()
-        return torch.stack([log_ndtr(-link), log_ndtr(link)], -1)
-
-
-class Classes(Density):
-    """Several classes, by draws of all functions of a point together."""
-
-    has_classes = True
-
-    def conditional(self, f: Tensor) -> Any:
-        """p(y | f)."""
-        if not isinstance(self.likelihood, likelihoods.SoftmaxLikelihood):
-            return super().conditional(f)
-        # GPyTorch takes as many points as there are functions for the functions: hand over one point at a time.
-        return Categorical(logits=super().conditional(f.unsqueeze(-2)).logits.squeeze(-2))
-
-    def log_probs(self) -> Tensor:
-        """Of each class, ``... x N x C``."""
-        conditional, weights = self.draws()
-        return log_mean(conditional.logits, weights)
-
-    def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
-        """Log density per point, joint over what is observed there."""
-        log_probs = self.log_probs()
-        return log_probs.gather(-1, y.long().expand(log_probs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Of the label as a vector of zeros and a one."""
-        probs = self.log_probs().exp()
-        return probs, probs * (1 - probs)
-
-
-_CLOSED_FORMS: tuple[tuple[Any, type[Density]], ...] = (
-    (likelihoods.BernoulliLikelihood, Probit),
-    (likelihoods.LaplaceLikelihood, Laplace),
-    (likelihoods.StudentTLikelihood, ScaleMixture),
-    (likelihoods.SoftmaxLikelihood, Classes),
-    (HeteroscedasticGaussianLikelihood, VaryingNoise),
-)
-
-
-def kind_of(likelihood: Any, f: Marginals, arguments: dict[str, Any]) -> type[Density]:
-    """The class for a likelihood without Gaussian noise; one of your own is known by the distribution that ``forward`` returns.
-
-    :param f: f at a point or more, in float64, to try ``forward`` on.
-    :param arguments: Further arguments of ``forward`` for these points.
-    """
-    for base, kind in _CLOSED_FORMS:
-        if type(likelihood).forward is base.forward:
-            return kind
+def kind_of(likelihood: Any, f: Marginals) -> type[Density]:
+    """The class for a likelihood without Gaussian noise."""
     if isinstance(likelihood, likelihoods.LikelihoodList):
         raise TypeError("A LikelihoodList is for several models; call this with each of them and its own likelihood.")
-    base = entries(likelihood.forward(f.mean.unsqueeze(0), **arguments))
-    if isinstance(base, Categorical):
-        return Classes
-    if f.is_several and not family(likelihood).has_one_function:
-        return Density
-    if isinstance(base, Bernoulli):
-        return Binary
-    return Count if base.support.is_discrete else OneFunction
-
-
-def log_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Logarithm of a weighted mean over the first dimension."""
-    return torch.logsumexp(values + weights.to(values).log().reshape(-1, *(1 for _ in values.shape[1:])), dim=0)
+    for base, kind in _CLOSED_FORMS.items():
+        if type(likelihood).forward is base.forward and (kind is not VaryingNoise or f.covariance is None):
+            return kind
+    return Density if f.is_several and not family(likelihood).has_one_function else OneFunction
 
 
 def _normal_log_prob(misfit: Tensor, variance: Tensor) -> Tensor:
     return -0.5 * (misfit.square() / variance + variance.log() + _LOG_2PI)
-
-
-def _over_tasks(log_prob: Tensor, f: Marginals, observed: Tensor) -> Tensor:
-    """Sum over the observed tasks, which are independent."""
-    return torch.where(observed, log_prob, 0.0).sum(-1) if f.is_several else log_prob

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import (
     Beta,
     Binomial,
+    Categorical,
     Distribution,
     Geometric,
     Independent,
@@ -36,6 +37,13 @@ def unchecked() -> Iterator[None]:
 def entries(conditional: Distribution) -> Any:
     """The distribution of each entry of y by itself."""
     return conditional.base_dist if isinstance(conditional, Independent) else conditional
+
+
+def moments(conditional: Any) -> tuple[Tensor, Tensor]:
+    """Mean and variance; of classes those of each indicator."""
+    if isinstance(conditional, Categorical):
+        return conditional.probs, conditional.probs * (1 - conditional.probs)
+    return conditional.mean, conditional.variance
 
 
 def log_density(conditional: Distribution, y: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
-from linear_operator import to_dense
+from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     BlockDiagLinearOperator,
     BlockInterleavedLinearOperator,
@@ -21,6 +22,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from ..data import input_rows
 from ..likelihoods.expectations import event_variance
 from ..likelihoods.family import gaussian_noise, has_own_noise
 
@@ -51,11 +53,9 @@ class Marginals(NamedTuple):
 
     def rows(self, rows: slice) -> Marginals:
         """Some of the points."""
-        take = lambda value, dim: value.narrow(dim, rows.start, max(0, min(rows.stop, value.size(dim)) - rows.start))
-        covariance = None if self.covariance is None else take(self.covariance, -3)
-        return Marginals(
-            take(self.mean, self.point_dim), take(self.variance, self.point_dim), covariance, self.is_several
-        )
+        place = (..., rows, slice(None)) if self.is_several else (..., rows)
+        covariance = None if self.covariance is None else self.covariance[..., rows, :, :]
+        return Marginals(self.mean[place], self.variance[place], covariance, self.is_several)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Marginals:
         """The same function of all tensors."""
@@ -83,85 +83,77 @@ def marginals(q: MultivariateNormal) -> Marginals:
     """Those of q(f), ``... x N`` or ``... x N x T``; functions that are correlated keep their covariance."""
     if not isinstance(q, MultitaskMultivariateNormal):
         return Marginals(q.mean, event_variance(q))
-    independent = (
-        BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator
-    )  # blocks of a task's points
-    if isinstance(q.lazy_covariance_matrix, (independent, DiagLinearOperator)):
+    by_task = BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator  # a block per task
+    if isinstance(q.lazy_covariance_matrix, (by_task, DiagLinearOperator)):
         return Marginals(q.mean, event_variance(q), None, True)
-    covariance = _point_blocks(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
+    covariance = _within_points(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
     return Marginals(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
 
 
-def _point_blocks(covar: Any, shape: torch.Size, interleaved: bool = True) -> Tensor:
+def _within_points(covar: LinearOperator, shape: torch.Size, interleaved: bool) -> Tensor:
     """Covariance of the tasks of each point, ``... x N x T x T``, without the whole matrix where its form is known."""
     if isinstance(covar, SumLinearOperator):
-        return sum(_point_blocks(part, shape, interleaved) for part in covar.linear_ops)  # type: ignore[return-value]
+        return reduce(torch.add, (_within_points(part, shape, interleaved) for part in covar.linear_ops))
     if isinstance(covar, SumBatchLinearOperator):
-        return _point_blocks(covar.base_linear_op, shape, interleaved).sum(-4)
+        return _within_points(covar.base_linear_op, shape, interleaved).sum(-4)
     if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
         points, tasks = covar.linear_ops  # as in an LMC
         return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)
-    if isinstance(covar, BlockDiagLinearOperator) and interleaved:  # as predict returns it
-        return to_dense(covar.base_linear_op)
-    if isinstance(covar, DiagLinearOperator) and interleaved:
-        return torch.diag_embed(covar.diagonal(dim1=-1, dim2=-2).unflatten(-1, shape))
-    sizes = shape if interleaved else shape[::-1]
-    blocks = to_dense(covar).unflatten(-1, sizes).unflatten(-3, sizes)  # [..., N, T, N, T]
-    return (
-        blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        if interleaved
-        else blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
-    )
+    places = torch.arange(shape.numel(), device=covar.device)
+    places = (places.view(shape) if interleaved else places.view(shape[::-1]).mT).unsqueeze(-1)  # [N, T, 1]
+    return covar[..., places, places.mT]
 
 
 def joined(parts: Sequence[Marginals]) -> Marginals:
     """The points of all chunks, one chunk after the other."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
-    covariance = None if first.covariance is None else torch.cat([part.covariance for part in parts], -3)  # type: ignore[misc]
-    mean, variance = (torch.cat([part[i] for part in parts], first.point_dim) for i in (0, 1))  # type: ignore[misc]
-    return Marginals(mean, variance, covariance, first.is_several)
+    is_several = parts[0].is_several
+    means, variances, covariances, _ = zip(*parts, strict=True)
+    covariance = None if covariances[0] is None else torch.cat(covariances, -3)
+    dim = parts[0].point_dim
+    return Marginals(torch.cat(means, dim), torch.cat(variances, dim), covariance, is_several)
 
 
 def add_noise(likelihood: Any, f: Marginals, inputs: Any = None, **given: Tensor) -> Marginals:
     """Y under a Gaussian likelihood: f with the noise added, once.
 
-    :param inputs: The points, or what gives them for a slice, for noise that depends on them.
+    :param inputs: The points, for noise that depends on them.
     :param given: ``noise=``, a variance per point or one for all; ``tasks=``, the task of each point.
     """
-    shape = f.mean.shape
     if isinstance(likelihood, likelihoods.DirichletClassificationLikelihood):
         raise TypeError(
             "Gaussian noise on Dirichlet labels is no class: take the softmax of draws from predict's q(f)."
         )
+    shape, matrix = f.mean.shape, None
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
-        matrix = likelihood._shaped_noise_covar(torch.Size([*shape[:-2], 1, shape[-1]])).to_dense()
-        return _add_matrix(f, matrix.unsqueeze(-3), has_covariance=getattr(likelihood, "rank", 0) > 0)
-    if inputs is not None and has_own_noise(likelihood):
-        noise = likelihood._shaped_noise_covar(shape, inputs[:], **given).diagonal(dim1=-1, dim2=-2)
+        one = torch.Size([*shape[:-2], 1, shape[-1]])
+        matrix = likelihood._shaped_noise_covar(one).to_dense().unsqueeze(-3)  # [..., 1, T, T]
+        noise = matrix.diagonal(dim1=-1, dim2=-2)
+        if getattr(likelihood, "rank", 0) > 0 and f.covariance is None:
+            f = f._replace(covariance=torch.diag_embed(f.variance))
     else:
-        column = getattr(likelihood, "task_feature_index", None)
-        if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and "noise" not in given:
-            raise ValueError(
-                f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
-                "point, or one number for all."
-            )
-        if inputs is not None and column is not None and "tasks" not in given:
-            given = {"tasks": inputs[:][..., column].reshape(-1)}
-        if "noise" in given:
-            given = {"noise": given["noise"].to(f.mean).expand(*given["noise"].shape[:-1], shape[-1])}
-        noise = gaussian_noise(likelihood, shape[: f.point_dim], shape[f.point_dim :], **given)
+        noise = _noise_at(likelihood, f, inputs, **given)
     variance = (f.variance + noise).expand(shape)
     if f.covariance is None:
         return f._replace(variance=variance)
-    return f._replace(variance=variance, covariance=f.covariance + torch.diag_embed(variance - f.variance))
+    matrix = torch.diag_embed(noise.expand(shape)) if matrix is None else matrix
+    return f._replace(variance=variance, covariance=f.covariance + matrix)
 
 
-def _add_matrix(f: Marginals, matrix: Tensor, has_covariance: bool) -> Marginals:
-    """F with a covariance of the noise of the tasks, ``... x 1 x T x T``."""
-    variance = (f.variance + matrix.diagonal(dim1=-1, dim2=-2)).expand(f.mean.shape)
-    if f.covariance is None and not has_covariance:
-        return f._replace(variance=variance)
-    covariance = torch.diag_embed(f.variance) if f.covariance is None else f.covariance
-    return f._replace(variance=variance, covariance=covariance + matrix)
+def _noise_at(likelihood: Any, f: Marginals, inputs: Any, **given: Tensor) -> Tensor:
+    """Noise variances, broadcastable to the mean of f."""
+    shape, column = f.mean.shape, getattr(likelihood, "task_feature_index", None)
+    if inputs is not None and has_own_noise(likelihood):
+        x = input_rows(inputs, f.mean)[:]
+        return likelihood._shaped_noise_covar(shape, x, **given).diagonal(dim1=-1, dim2=-2)
+    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and "noise" not in given:
+        raise ValueError(
+            f"{type(likelihood).__name__} knows the noise of the training points only: pass noise=, one variance per "
+            "point, or one number for all."
+        )
+    if "noise" in given:
+        given["noise"] = given["noise"].to(f.mean).expand(*given["noise"].shape[:-1], shape[-1])
+    if inputs is not None and column is not None and "tasks" not in given:
+        given["tasks"] = input_rows(inputs, f.mean)[:][..., column].reshape(-1)
+    return gaussian_noise(likelihood, shape[: f.point_dim], shape[f.point_dim :], **given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
@@ -15,18 +14,19 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.models.deep_gps import DeepGP
 from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Normal
 
-from ..data import Rows, as_tensor, input_rows, num_rows
-from ..draws import seeded
+from ..data import Rows, num_rows
 from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
-from ..maths.quadrature import smallest_integer, solve_increasing
 from ..modes import chunks
-from .densities import Classes, Density, Gaussian, OneFunction, VaryingNoise, kind_of, log_mean
+from .densities import Density, Gaussian, OneFunction, kind_of
 from .f import f_at
+from .given_f import entries
 from .points import Marginals, add_noise, marginals
 
 _LARGEST = 2**22  # entries of one tensor on the way
+_CLASSES = (Bernoulli, Categorical)
 
 
 @torch.no_grad()
@@ -69,22 +69,21 @@ def predict_y(
     for name, value in kwargs.items():
         if np.ndim(value) and np.shape(value)[-1] != num_rows(x):
             raise ValueError(f"{name}= must have one value per point, {num_rows(x)}; got {tuple(np.shape(value))}.")
-    is_deep = isinstance(model, DeepGP)
     if isinstance(model, DSPP):
-        raise TypeError(
-            "The nodes of a DSPP have weights of their own, which predict_y does not know; use its likelihood."
-        )
-    own = getattr(model, "likelihood", likelihood)
-    if hasattr(model, "f_at") and own is not likelihood:
+        raise TypeError("The nodes of a DSPP have weights of their own, unknown to predict_y; use its likelihood.")
+    if hasattr(model, "f_at") and getattr(model, "likelihood", likelihood) is not likelihood:
         raise ValueError(f"A {type(model).__name__} has refined its noise: pass its own .likelihood.")
-    f = f_at(model, x, batch_size=batch_size, num_samples=(num_samples or 64) if is_deep else None, seed=seed)
+    num_layer_samples = None
+    if isinstance(model, DeepGP):
+        num_layer_samples, num_samples = num_samples or 64, None
+    f = f_at(model, x, batch_size, num_layer_samples, seed)
     return PredictiveDistribution(
         likelihood,
         f,
-        inputs=input_rows(x, f.mean),
-        is_mixture=is_deep,
+        inputs=x,
+        is_mixture=num_layer_samples is not None,
         batch_size=batch_size,
-        num_samples=1024 if num_samples is None or is_deep else num_samples,
+        num_samples=num_samples or 1024,
         seed=seed,
         **kwargs,
     )
@@ -128,20 +127,27 @@ class PredictiveDistribution:
     ) -> None:
         check_arguments(likelihood, arguments)
         f = q if isinstance(q, Marginals) else marginals(q).map(Tensor.detach)
-        rows_of = lambda value: Rows(value, f.mean)[:] if isinstance(value, np.ndarray) else value
-        given = {name: torch.as_tensor(rows_of(value), device=f.mean.device) for name, value in arguments.items()}
-        is_gaussian = family(likelihood).is_gaussian_noise
-        if is_gaussian:
-            f, given = add_noise(likelihood, f, inputs, **given), {}
-        else:
-            likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
-        self._likelihood, self._f, self._arguments = likelihood, f, given
-        self._num_components = f.mean.size(0) if is_mixture else 0
-        self._batch_size, self._seed = batch_size, seed
+        given = {name: _tensor(value, f.mean) for name, value in arguments.items()}
+        self._is_mixture, self._batch_size, self._seed = is_mixture, batch_size, seed
         # The components of a mixture are draws themselves.
-        self._num_samples = max(16, num_samples // self._num_components) if is_mixture else num_samples
-        self._kind = Gaussian if is_gaussian else kind_of(likelihood, *self._part(slice(0, 1)))
-        self._is_exact = is_gaussian and not is_mixture  # y is Gaussian
+        self._num_samples = max(16, num_samples // len(f.mean)) if is_mixture else num_samples
+        num_dims = f.mean.dim() - f.is_several  # up to that of the points
+        if family(likelihood).is_gaussian_noise:
+            self._likelihood, self._f, self._arguments = likelihood, add_noise(likelihood, f, inputs, **given), {}
+            self._kind: type[Density] = Gaussian
+            self._base, tasks = Normal, f.mean.shape[num_dims:]
+        else:
+            self._likelihood, self._f, self._arguments = copy.deepcopy(likelihood).double(), f, given
+            self._kind = kind_of(likelihood, f)
+            first = self._density(slice(0, 1))  # its likelihood says what one y is
+            conditional = first.conditional(first.f.mean.unsqueeze(0))
+            self._base, tasks = (
+                type(entries(conditional)),
+                (conditional.batch_shape + conditional.event_shape)[1 + num_dims :],
+            )
+        self._y_shape = f.mean.shape[int(is_mixture) : num_dims] + tasks
+        self._y_dim = -1 - len(tasks)  # the dimension of the targets that counts the points
+        self._is_exact = self._kind is Gaussian and not is_mixture  # y is Gaussian
 
     def __repr__(self) -> str:
         shape = tuple(self._f.mean.shape)
@@ -149,14 +155,10 @@ class PredictiveDistribution:
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    def _part(self, rows: slice) -> tuple[Marginals, dict[str, Tensor]]:
-        """F and the arguments of the likelihood at some points."""
-        given = {name: value[..., rows] if value.dim() else value for name, value in self._arguments.items()}
-        return self._f.rows(rows).map(Tensor.double), given
-
     def _density(self, rows: slice) -> Density:
-        part, given = self._part(rows)
-        return self._kind(self._likelihood, part, given, self._num_samples, self._seed)
+        given = {name: value[..., rows] if value.dim() else value for name, value in self._arguments.items()}
+        f = self._f.rows(rows).map(Tensor.double)
+        return self._kind(self._likelihood, f, given, self._is_mixture, self._num_samples, self._seed)
 
     @torch.no_grad()
     def _by_chunks(self, compute: Callable[[Density, slice], Tensor], point_dim: int) -> Tensor:
@@ -167,41 +169,14 @@ class PredictiveDistribution:
         parts = list(chunks(num_points, size)) or [slice(0, 0)]
         return torch.cat([compute(self._density(rows), rows).to(f.dtype) for rows in parts], point_dim)
 
-    def _mixed(self, values: Tensor) -> Tensor:
-        """The mean over the components of a mixture."""
-        return values.mean(0) if self._num_components else values
-
-    @functools.cached_property
-    def _y_shape(self) -> torch.Size:
-        """The shape of the targets."""
-        shape = self._f.mean.shape[1:] if self._num_components else self._f.mean.shape
-        if issubclass(self._kind, Classes | VaryingNoise):
-            return shape[:-1]
-        if self._kind is not Density:
-            return shape
-        one = self._density(slice(0, 1))  # its likelihood says what one y of several functions is
-        return shape[:-1] + one.conditional(one.f.mean.unsqueeze(0)).mean.shape[one.f.mean.dim() :]
-
-    @property
-    def _y_dim(self) -> int:
-        """The dimension of the targets that counts the points, from the end."""
-        return self._f.point_dim if len(self._y_shape) + bool(self._num_components) == self._f.mean.dim() else -1
-
     # -- answers ------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         if self._is_exact:
             return self._f.mean, self._f.variance
-
-        def compute(density: Density, rows: slice) -> Tensor:
-            mean, variance = density.moments()
-            total = self._mixed(mean)
-            if self._num_components:
-                variance = self._mixed(variance + (mean - total).square())
-            return torch.stack([total, variance])
-
-        mean, variance = self._by_chunks(compute, -2 if issubclass(self._kind, Classes) else self._y_dim)
+        dim = self._y_dim - issubclass(self._base, Categorical)  # the classes are the last
+        mean, variance = self._by_chunks(lambda density, rows: torch.stack(density.moments()), dim)
         return mean, variance
 
     @property
@@ -229,7 +204,7 @@ class PredictiveDistribution:
     @property
     def probs(self) -> Tensor:
         """Probability of class 1, ``N``, for two classes; of each class, ``N x C``, for several."""
-        if not self._kind.has_classes:
+        if not issubclass(self._base, _CLASSES):
             raise TypeError(f"{type(self._likelihood).__name__} has no classes, and no probs; use mean and quantile.")
         return self.mean
 
@@ -244,29 +219,12 @@ class PredictiveDistribution:
         level = levels.item()
         if not 0 < level < 1:
             raise ValueError(f"A quantile needs a probability between 0 and 1, both excluded; got {level:g}.")
-        if self._kind.has_classes:
+        if issubclass(self._base, _CLASSES):
             raise TypeError(f"{type(self._likelihood).__name__} predicts classes, which have no quantiles; use probs.")
         if self._is_exact:
             value = self._f.mean.double() + NormalDist().inv_cdf(level) * self._f.variance.double().sqrt()
             return value.to(self._f.mean.dtype)
-        return self._by_chunks(lambda density, rows: self._solve(density, level), self._y_dim)
-
-    def _solve(self, density: Density, p: float) -> Tensor:
-        """Where the distribution function reaches ``p``."""
-        function = density.distribution_function(p)
-        if function is None:
-            with seeded(self._seed, self._f.mean.device):
-                draws = self._draw(density, self._num_samples)
-            return draws.sort(0).values[math.ceil(p * len(draws)) - 1]
-
-        def mixed(y: Tensor) -> tuple[Tensor, Tensor]:
-            value, slope = function(y)
-            return self._mixed(value), self._mixed(slope)
-
-        place, distance = map(self._mixed, density.around())
-        if density.is_discrete:
-            return smallest_integer(lambda y: mixed(y)[0], p, place)
-        return solve_increasing(mixed, p, place, distance)
+        return self._by_chunks(lambda density, rows: density.quantile(level), self._y_dim)
 
     def interval(self, coverage: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval that holds y with some probability, each entry by itself.
@@ -287,24 +245,20 @@ class PredictiveDistribution:
             is missing altogether gives NaN.
         """
         y = self._targets(y)
-        observed = ~torch.isnan(y)
+        observed, has_tasks = ~torch.isnan(y), self._y_dim == -2
         check_targets(self._likelihood, y[observed])
-        dim, has_tasks = self._y_dim, self._y_dim == -2
+        y = (y > 0).to(y) if issubclass(self._base, Bernoulli) else y.nan_to_num(0.0)  # labels may be -1 and 1
 
         def compute(density: Density, rows: slice) -> Tensor:
-            part, seen = (value.narrow(dim, rows.start, rows.stop - rows.start) for value in (y, observed))
-            value = density.log_prob(part.nan_to_num(0.0), seen)
-            if self._num_components:
-                value = log_mean(value, value.new_full((len(value),), 1 / len(value)))
-            return torch.where(seen.any(-1) if has_tasks else seen, value, torch.nan)
+            place = (..., rows, slice(None)) if has_tasks else (..., rows)
+            seen = observed[place]
+            return torch.where(seen.any(-1) if has_tasks else seen, density.log_prob(y[place], seen), torch.nan)
 
         return self._by_chunks(compute, -1)
 
     def _targets(self, y: Any) -> Tensor:
         """Targets in float64, in the shape of y."""
-        wide = torch.empty(0, dtype=torch.float64, device=self._f.mean.device)
-        y = as_tensor(y, wide) if isinstance(y, np.ndarray) else torch.as_tensor(y, device=wide.device).double()
-        wanted = self._y_shape
+        y, wanted = _tensor(y, self._f.mean.new_empty(0, dtype=torch.float64)).double(), self._y_shape
         if y.dim() > len(wanted) or y.shape[self._y_dim :] != wanted[self._y_dim :]:
             hint = " Squeeze its trailing dimension of one." if y.shape == (*wanted, 1) else ""
             raise ValueError(f"Targets must have shape {tuple(wanted)}; got {tuple(y.shape)}.{hint}")
@@ -317,17 +271,16 @@ class PredictiveDistribution:
 
         :param num_samples: How many.
         """
-        return self._by_chunks(lambda density, rows: self._draw(density, num_samples), self._y_dim)
+        return self._by_chunks(lambda density, rows: density.sample(num_samples), self._y_dim)
 
-    def _draw(self, density: Density, num_samples: int) -> Tensor:
-        if self._num_components:
-            num_points = density.f.num_points
-            component = torch.randint(self._num_components, (num_samples, num_points), device=self._f.mean.device)
-            points = torch.arange(num_points, device=component.device)
-            density.f = density.f.map(lambda value: value[component, points])
-        else:
-            density.f = density.f.map(lambda value: value.expand(num_samples, *value.shape))
-        return density.sample()
+
+def _tensor(values: Any, like: Tensor) -> Tensor:
+    """Numbers as a tensor on the device of another; floats of an array in its dtype."""
+    return (
+        Rows(values, like, name="y")[:]
+        if isinstance(values, np.ndarray)
+        else torch.as_tensor(values, device=like.device)
+    )
 
 
 def log_density(likelihood: Any, q: MultivariateNormal, y: Any, **kwargs: Any) -> Tensor:
