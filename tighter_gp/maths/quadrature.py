@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _REACH = 256.0  # the interval of log_expectation, in standard deviations
+_NUM_NODES = 241  # of its rule
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -17,57 +18,39 @@ def leading(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like) if values.dim() > 1 else values.to(like).reshape(-1, *(1 for _ in like.shape))
 
 
-def log_integral(
-    log_integrand: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, *, num_nodes: int = 241
-) -> Tensor:
-    r""":math:`\log \int_l^h e^{g(z)}\,dz` for a smooth :math:`g` with one peak, however narrow.
-
-    The peak is found by zooming in. Around it lie the nodes :math:`z = \hat z + w \sinh t` of a trapezoidal rule in
-    :math:`t`: dense within the width :math:`w` of the peak, and wide enough to reach both ends.
-
-    :param log_integrand: :math:`g`, from ``K x ...`` to the same shape; NaN counts as :math:`-\infty`.
-    :param low: :math:`l`, shape ``...``.
-    :param high: :math:`h`, shape ``...``.
-    :param num_nodes: Nodes of the rule.
-    :return: Shape ``...``.
-    """
-
-    def g(z: Tensor) -> Tensor:
-        return log_integrand(z).nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
-
-    left, right = low, high
-    fractions = leading(torch.linspace(0, 1, 17, dtype=low.dtype), low)
-    for _ in range(10):
-        nodes = left + (right - left) * fractions
-        best = g(nodes).argmax(0, keepdim=True)
-        left = nodes.gather(0, (best - 1).clamp_min(0)).squeeze(0)
-        right = nodes.gather(0, (best + 1).clamp_max(16)).squeeze(0)
-    mode = (left + right) / 2
-    # The width: how far on either side to where the integrand has fallen by a factor of sqrt(e).
-    steps = (high - low) * leading(0.5 ** torch.arange(42, dtype=low.dtype), low)
-    top = g(mode.unsqueeze(0))
-    widths = [torch.where(top - g(mode + sign * steps) >= 0.5, steps, high - low).amin(0) for sign in (-1, 1)]
-    width = torch.minimum(*widths)
-    first, last = torch.asinh((low - mode) / width), torch.asinh((high - mode) / width)
-    places = first + (last - first) * leading(torch.linspace(0, 1, num_nodes, dtype=low.dtype), low)
-    log_weight = (width * torch.cosh(places) * (last - first) / (num_nodes - 1)).log()
-    return torch.logsumexp(g(mode + width * torch.sinh(places)) + log_weight, dim=0)
-
-
 def log_expectation(log_function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
     r""":math:`\log \mathbb E_{\mathcal N(\mu_n, v_n)}[e^{h(f)}]` for a smooth :math:`h` whose integrand has one peak.
 
-    :param log_function: :math:`h`, from ``K x ...`` to the same shape.
+    The peak is found by zooming in, however narrow it is. Around it lie the nodes :math:`z = \hat z + w \sinh t` of a
+    trapezoidal rule in :math:`t`: dense within the width :math:`w` of the peak, and far enough out for any tail.
+
+    :param log_function: :math:`h`, from ``K x ...`` to the same shape; NaN counts as :math:`-\infty`.
     :param mean: :math:`\mu_n`, shape ``...``.
     :param variance: :math:`v_n`, like the mean.
     """
     stddev = variance.clamp_min(1e-20).sqrt()
 
-    def integrand(z: Tensor) -> Tensor:
-        return log_function(mean + stddev * z) - 0.5 * z.square() - _HALF_LOG_2PI
+    def log_integrand(z: Tensor) -> Tensor:
+        value = log_function(mean + stddev * z) - 0.5 * z.square() - _HALF_LOG_2PI
+        return value.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
 
-    reach = torch.full_like(mean, _REACH)
-    return log_integral(integrand, -reach, reach)
+    line = lambda start, end, count: leading(torch.linspace(start, end, count, dtype=mean.dtype), mean)
+    low, high = torch.full_like(mean, -_REACH), torch.full_like(mean, _REACH)
+    for _ in range(10):
+        nodes = low + (high - low) * line(0, 1, 17)
+        best = log_integrand(nodes).argmax(0, keepdim=True)
+        low = nodes.gather(0, (best - 1).clamp_min(0)).squeeze(0)
+        high = nodes.gather(0, (best + 1).clamp_max(16)).squeeze(0)
+    mode = (low + high) / 2
+    # The width: how far on either side to where the integrand has fallen by a factor of sqrt(e).
+    steps = 2 * _REACH * 0.5 ** line(0, 41, 42)
+    top = log_integrand(mode.unsqueeze(0))
+    fallen = [top - log_integrand(mode + sign * steps) >= 0.5 for sign in (-1, 1)]
+    width = torch.minimum(*(torch.where(is_low, steps, 2 * _REACH).amin(0) for is_low in fallen))
+    first, last = torch.asinh((-_REACH - mode) / width), torch.asinh((_REACH - mode) / width)
+    places = first + (last - first) * line(0, 1, _NUM_NODES)
+    log_weight = (width * torch.cosh(places) * (last - first) / (_NUM_NODES - 1)).log()
+    return torch.logsumexp(log_integrand(mode + width * torch.sinh(places)) + log_weight, dim=0)
 
 
 def normal_rule(
@@ -158,17 +141,13 @@ def solve_increasing(
     :param start: A place to start from.
     :param scale: A distance over which the function changes; the answer is good to a tiny fraction of it.
     """
-    low, high = start - scale, start + scale
-    for sign, is_outside in ((-1, lambda value: value > target), (1, lambda value: value < target)):
-        step = scale
-        for _ in range(1000):
-            end = low if sign < 0 else high
-            outside = is_outside(function(end)[0])
-            if not bool(outside.any()):
-                break
-            step = 2 * step
-            end = torch.where(outside, end + sign * step, end)
-            low, high = (end, high) if sign < 0 else (low, end)
+    low, high, step = start - scale, start + scale, scale
+    for _ in range(1000):
+        too_high, too_low = function(low)[0] > target, function(high)[0] < target
+        if not bool((too_high | too_low).any()):
+            break
+        step = 2 * step
+        low, high = torch.where(too_high, low - step, low), torch.where(too_low, high + step, high)
     y, previous = start.clamp(low, high), torch.full_like(start, torch.inf)
     for _ in range(200):
         value, slope = function(y)

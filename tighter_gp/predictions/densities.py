@@ -13,14 +13,13 @@ softmax, other several       draws of all functions of a point together: Sobol's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
 import torch
 from gpytorch import likelihoods
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Normal
+from torch.distributions import Bernoulli, Categorical, MultivariateNormal, Normal
 from torch.special import log_ndtr, ndtr
 
 from ..draws import seeded
@@ -87,8 +86,11 @@ class Density:
 
     def log_average(self, log_values: Tensor, log_weights: Tensor) -> Tensor:
         """Logarithm of the mean over nodes, ``K x ...``, and over the components of a mixture."""
-        value = torch.logsumexp(log_values + leading(log_weights, log_values[0]), 0)
-        return torch.logsumexp(value, 0) - math.log(len(value)) if self.is_mixture else value
+        return self.over_components(torch.logsumexp(log_values + leading(log_weights, log_values[0]), 0))
+
+    def over_components(self, log_value: Tensor) -> Tensor:
+        """Logarithm of the mean over the components of a mixture."""
+        return torch.logsumexp(log_value, 0) - math.log(len(log_value)) if self.is_mixture else log_value
 
     def average(self, values: Tensor, log_weights: Tensor) -> Tensor:
         """Mean over nodes, ``K x ...``, and over the components of a mixture."""
@@ -127,16 +129,11 @@ class Density:
                 draws = self.sample(self.num_draws)
             return draws.sort(0).values[math.ceil(p * len(draws)) - 1]
         below = lambda y: self.average(cdf(y), log_weights)
-        place, distance = self.around()
+        place, variance = Density.moments(self)  # over nodes, and so finite: where to look
         if entries(conditional).support.is_discrete:
             return smallest_integer(below, p, place)
         slope = lambda y: self.average(density(conditional, y), log_weights)
-        return solve_increasing(lambda y: (below(y), slope(y)), p, place, distance)
-
-    def around(self) -> tuple[Tensor, Tensor]:
-        """Where to look for quantiles: a place and a distance."""
-        mean, variance = self.moments()
-        return mean, variance.sqrt()
+        return solve_increasing(lambda y: (below(y), slope(y)), p, place, variance.sqrt())
 
     def sample(self, num_samples: int) -> Tensor:
         """Draws of y in a first dimension; of a mixture each point has a component of its own."""
@@ -166,8 +163,7 @@ class OneFunction(Density):
         """By quadrature; over draws where functions are correlated."""
         if self.f.covariance is not None:
             return super().log_prob(y, observed)
-        value = self.over_tasks(self.log_prob_of_entries(y), observed).unsqueeze(0)
-        return self.log_average(value, value.new_zeros(1))
+        return self.over_components(self.over_tasks(self.log_prob_of_entries(y), observed))
 
     def log_prob_of_entries(self, y: Tensor) -> Tensor:
         """By quadrature around the peak of p(y|f) q(f)."""
@@ -188,17 +184,13 @@ class Gaussian(OneFunction):
             return super().log_prob(y, observed)
         # A missing task becomes one of mean y and variance one that is independent of the others.
         pairs = observed.unsqueeze(-1) & observed.unsqueeze(-2)
-        covariance = torch.where(pairs, self.f.covariance, torch.diag_embed((~observed).to(y)))
-        difference = torch.where(observed, y - self.f.mean, 0.0)
-        root = torch.linalg.cholesky(covariance)  # [..., N, T, T]
-        white = torch.linalg.solve_triangular(root, difference.unsqueeze(-1), upper=False).squeeze(-1)
-        log_det = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(-1)
-        value = -0.5 * (white.square().sum(-1) + log_det + _LOG_2PI * observed.sum(-1))  # [..., N]
-        return self.log_average(value.unsqueeze(0), value.new_zeros(1))
+        covariance = torch.where(pairs, self.f.covariance, torch.diag_embed((~observed).to(y)))  # [..., N, T, T]
+        joint = MultivariateNormal(torch.where(observed, self.f.mean, y), covariance, validate_args=False)
+        return self.over_components(joint.log_prob(y) + 0.5 * _LOG_2PI * (~observed).sum(-1))
 
     def log_prob_of_entries(self, y: Tensor) -> Tensor:
         """In closed form."""
-        return _normal_log_prob(y - self.f.mean, self.f.variance)
+        return self.nodes()[0].log_prob(y).squeeze(0)
 
     def y_of(self, f: Tensor) -> Tensor:
         """Itself: the noise is in it."""
@@ -239,7 +231,7 @@ class StudentT(ScaleMixture):
         half = self.likelihood.deg_free / 2
         log_density = lambda t: half * (t - t.exp())
         width = half.rsqrt().clamp_max(1)
-        return _scale_mixture(self.f.mean, self.f.variance, self.likelihood.noise, log_density, width, (-80, 8))
+        return _scale_mixture(self.f.mean, self.f.variance, self.likelihood.noise, width, (-80, 8), log_density)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """In closed form: tails may be too heavy for nodes."""
@@ -247,12 +239,6 @@ class StudentT(ScaleMixture):
         mean, variance = self.total_moments(self.f.mean.unsqueeze(0), self.f.variance.unsqueeze(0), one)
         noise_mean, noise_variance = student_t_moments(self.likelihood)
         return mean + noise_mean, variance + noise_variance
-
-    def around(self) -> tuple[Tensor, Tensor]:
-        """There may be no moments."""
-        conditional, log_weights = self.nodes()
-        precision = self.average(conditional.stddev.reciprocal(), log_weights)
-        return self.average(conditional.mean, log_weights), precision.reciprocal()
 
 
 class Laplace(ScaleMixture):
@@ -262,7 +248,7 @@ class Laplace(ScaleMixture):
         """Over the scale of the noise."""
         log_density = lambda t: -t - torch.exp(-t)
         spread = 2 * self.likelihood.noise
-        return _scale_mixture(self.f.mean, self.f.variance, spread, log_density, torch.ones_like(spread), (-8, 80))
+        return _scale_mixture(self.f.mean, self.f.variance, spread, torch.ones_like(spread), (-8, 80), log_density)
 
     def log_prob_of_entries(self, y: Tensor) -> Tensor:
         """In closed form: either side of the kink is an exponential times a normal tail."""
@@ -280,30 +266,24 @@ class VaryingNoise(ScaleMixture):
         """Over the second function."""
         (mean, log_noise), (variance, spread) = self.f.mean.unbind(-1), self.f.variance.clamp_min(1e-12).unbind(-1)
         log_density = lambda t: -0.5 * t.square() / spread
-        return _scale_mixture(mean, variance, log_noise.exp(), log_density, spread.sqrt(), (-40, 40))
+        return _scale_mixture(mean, variance, log_noise.exp(), spread.sqrt(), (-40, 40), log_density)
 
 
 def _scale_mixture(
-    mean: Tensor,
-    variance: Tensor,
-    spread: Tensor,
-    log_density: Callable[[Tensor], Tensor],
-    width: Tensor,
-    limits: tuple[float, float],
+    mean: Tensor, variance: Tensor, spread: Tensor, width: Tensor, limits: tuple[float, float], log_density: Any
 ) -> tuple[Normal, Tensor]:
     r"""Gaussians with noise of variance :math:`w\,e^{-t}` at nodes of t, and their log weights, ``K x ... x N`` both.
 
-    :param mean: Of f, ``... x N``.
-    :param variance: Of f, ``... x N``.
+    :param mean: Of f, ``... x N``; ``variance`` likewise.
     :param spread: :math:`w`.
-    :param log_density: Of t, but for a constant.
-    :param width: How far t varies: nodes are dense within it.
+    :param width: How far t varies around zero: nodes are dense there.
     :param limits: Between which t lies.
+    :param log_density: Of t, but for a constant.
     """
     first, last = (torch.asinh(limit / width) for limit in limits)
     fractions = torch.linspace(0, 1, 241, dtype=mean.dtype, device=mean.device)
     places = first + (last - first) * leading(fractions, mean)
-    t = width * torch.sinh(places)
+    t = width * torch.sinh(places)  # [K, ..., N]
     stddev = (variance + spread * torch.exp(-t)).sqrt()
     log_weights = (torch.cosh(places).log() + log_density(t)).expand(stddev.shape)
     conditional = Normal(mean.expand(stddev.shape), stddev, validate_args=False)
@@ -333,7 +313,3 @@ def kind_of(likelihood: Any, f: Marginals) -> type[Density]:
         if type(likelihood).forward is base.forward and (kind is not VaryingNoise or f.covariance is None):
             return kind
     return Density if f.is_several and not family(likelihood).has_one_function else OneFunction
-
-
-def _normal_log_prob(misfit: Tensor, variance: Tensor) -> Tensor:
-    return -0.5 * (misfit.square() / variance + variance.log() + _LOG_2PI)

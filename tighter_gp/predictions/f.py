@@ -27,6 +27,9 @@ from .points import Marginals, joined, marginals
 # From a chunk of inputs, ``... x B x D``, to q(f) there.
 Evaluate = Callable[[Tensor], Marginals]
 
+# From inputs to what the GP sees of them.
+Transform = Callable[[Tensor], Tensor]
+
 
 @torch.no_grad()
 def predict(
@@ -94,15 +97,15 @@ def predict(
         return f_at(model, x, batch_size, num_samples, seed).distribution()
     if last_term not in LAST_TERMS:
         raise ValueError(f"Unknown last_term {last_term!r}; choose 'drop', {', '.join(map(repr, LAST_TERMS))}.")
-    inner, transform = _unwrapped(model)
     like = reference(model)
-    given = None if train_x is None else transform(input_rows(train_x, like, "train_x")[:])
     noise = None if noise is None else as_tensor(noise, like)
+    given = None if train_x is None else input_rows(train_x, like, "train_x")[:]
 
-    def make() -> Evaluate:
-        return LastTerm(posterior_of(inner, torch.float64), last_term, likelihood, given, noise, subset)
+    def with_term(inner: Any, transform: Transform) -> Evaluate:
+        points = None if given is None else transform(given)
+        return LastTerm(posterior_of(inner, torch.float64), last_term, likelihood, points, noise, subset)
 
-    return f_at(model, x, batch_size, make=make).distribution()
+    return f_at(model, x, batch_size, make=with_term).distribution()
 
 
 @torch.no_grad()
@@ -112,7 +115,7 @@ def f_at(
     batch_size: int = 1024,
     num_samples: int | None = None,
     seed: int = 0,
-    make: Callable[[], Evaluate] | None = None,
+    make: Callable[[Any, Transform], Evaluate] | None = None,
 ) -> Marginals:
     """q(f) of any model at each row of ``x``; parameters as of :func:`predict`.
 
@@ -127,27 +130,19 @@ def f_at(
     spans = list(chunks(len(rows), batch_size))
     with temporary_mode(model, False), full_precision(like.device.type):
         if make is not None:
-            evaluate = make()
-        elif hasattr(inner, "f_at") or is_ours(inner):
-            evaluate = _own_f_at(inner, transform(rows[spans[0]]) if len(spans) > 1 else None)
+            evaluate = make(inner, transform)
+        elif is_ours(inner):
+            posterior = posterior_of(inner)
+            if len(spans) > 1:  # keep the factor of the inducing points
+                posterior = posterior.factorized(transform(rows[spans[0]]))
+            evaluate = lambda x: Marginals(*posterior.f_at(x))
+        elif hasattr(inner, "f_at"):
+            evaluate = lambda x: Marginals(*inner.f_at(x))
         else:
             with seeded(seed, like.device):
                 return joined([_called(inner, transform(rows[span]), num_samples) for span in spans])
         parts = [evaluate(transform(rows[span])) for span in spans]
     return joined(parts).map(lambda value: value.to(like.dtype))
-
-
-def _own_f_at(model: Any, first: Tensor | None) -> Evaluate:
-    """The model's own ``f_at``, or that of its projection.
-
-    :param first: The first of several chunks, between which the factor of the inducing points is kept.
-    """
-    if hasattr(model, "f_at"):
-        return lambda x: Marginals(*model.f_at(x))
-    posterior = posterior_of(model)
-    if first is not None:
-        posterior = posterior.factorized(first)
-    return lambda x: Marginals(*posterior.f_at(x))
 
 
 def _called(model: Any, x: Tensor, num_samples: int | None) -> Marginals:
@@ -168,7 +163,7 @@ def is_ours(model: Any) -> bool:
     return isinstance(model, CollapsedGP)
 
 
-def _unwrapped(model: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def _unwrapped(model: Any) -> tuple[Any, Transform]:
     """The GP inside a model of BoTorch, and what its inputs become on the way to it."""
     if getattr(model, "outcome_transform", None) is not None:
         raise TypeError(
