@@ -139,7 +139,7 @@ def solve_increasing(
     :param function: Value and slope at a point.
     :param target: The value.
     :param start: A place to start from.
-    :param scale: A distance over which the function changes; the answer is good to a tiny fraction of it.
+    :param scale: A distance over which the function changes.
     """
     low, high, step = start - scale, start + scale, scale
     for _ in range(1000):
@@ -157,7 +157,7 @@ def solve_increasing(
         # Halve the bracket where Newton's step leaves it, or where the last step gained little.
         usable = (newton > low) & (newton < high) & (error.abs() < 0.5 * previous)
         following = torch.where(usable, newton, (low + high) / 2)
-        done = ((following - y).abs() <= 1e-13 * (scale + y.abs())) | (error.abs() <= 1e-12)
+        done = ((following - y).abs() <= 1e-13 * y.abs()) | (error.abs() <= 1e-12)
         following = torch.where(done, y, following)
         y, previous = following, error.abs()
         if bool(done.all()):
