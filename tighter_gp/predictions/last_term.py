@@ -18,7 +18,7 @@ from torch import Tensor
 from ..likelihoods.family import gaussian_noise
 from ..maths.bounds import optimal_scale
 from ..maths.linalg import cholesky, solve_lower
-from ..posterior import Posterior, require_gaussian
+from ..posterior import Posterior, TrainingData, require_gaussian
 from .points import Marginals
 
 LAST_TERMS = ("exact", "optimal", "subset")
@@ -47,28 +47,27 @@ class LastTerm:
         noise: Any,
         subset: int | Tensor,
     ) -> None:
-        self.name = last_term
-        strategy: Any = posterior.strategy
-        training: Any = posterior.training
-        if strategy is not None:
-            if x is None:
-                raise ValueError("This last_term needs the training inputs: pass train_x=.")
-            rows = torch.arange(x.size(-2), device=x.device)
+        strategy, training, self.name = posterior.strategy, posterior.training, last_term
+        if training is not None:
+            x, noise, rows = training.x, training.noise, _with_target(training)
+        elif x is None:
+            raise ValueError("This last_term needs the training inputs: pass train_x=.")
         else:
-            x, noise = training.x, training.noise
-            rows = _with_target(training.observed, x)
-        if isinstance(subset, Tensor) and last_term == "subset":
+            rows = torch.arange(x.size(-2), device=x.device)
+        if isinstance(subset, int):
+            self.nearest = min(subset, len(rows))
+        elif last_term == "subset":  # of those that have a target, the same for all test points
             rows = subset[torch.isin(subset % x.size(-2), rows)] % x.size(-2)
             self.name = "exact"
-        self.nearest = min(subset, len(rows)) if isinstance(subset, int) else 0
         self.posterior = posterior = posterior.factorized(x)
-        points = posterior.prior(x[..., rows, :])
-        self.x, self.matrix, self.residual = x[..., rows, :], points.matrix, points.residual
-        if strategy is not None:
-            noise, self.scale = _scales(strategy, likelihood, noise, rows, self.residual, x.size(-2))
-        else:
+        self.x = x[..., rows, :]
+        points = posterior.prior(self.x)
+        self.matrix, self.residual = points.matrix, points.residual
+        if training is not None:
             noise = noise[..., rows].to(self.residual)
             self.scale = _collapsed_scale(training.bound, last_term, self.residual, noise)
+        else:
+            noise, self.scale = _scales(strategy, likelihood, noise, rows, self.residual, x.size(-2))
         if noise is None and last_term == "optimal":
             raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
         self.stddev = torch.ones_like(self.residual) if noise is None else noise.expand_as(self.residual).sqrt()
@@ -98,28 +97,24 @@ class LastTerm:
         correlation = cross.square() / self.residual.clamp_min(1e-300).unsqueeze(-1)
         nearest = correlation.topk(self.nearest, dim=-2).indices  # [..., b, B]
         nearest = nearest.movedim(-1, 0)  # [B, ..., b]: test points first, so that kernel batches still broadcast
-        batch = nearest.shape[:-1]
 
         def gather(values: Tensor) -> Tensor:
-            return values.expand(*batch, values.size(-1)).gather(-1, nearest)
+            """From ``... x N x F`` to ``B x ... x b x F``."""
+            values = values.expand(*nearest.shape[:-1], *values.shape[-2:])
+            return values.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, values.size(-1)))
 
-        x = self.x.expand(*batch, *self.x.shape[-2:])
-        x = x.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, x.size(-1)))  # [B, ..., b, D]
-        matrix = self.matrix.expand(*batch, *self.matrix.shape[-2:])
-        matrix = matrix.gather(
-            -1, nearest.unsqueeze(-2).expand(*batch, matrix.size(-2), self.nearest)
-        )  # [B, ..., M, b]
-        stddev = gather(self.stddev)
+        x, matrix = gather(self.x), gather(self.matrix.mT).mT
+        stddev, scale = (gather(values.unsqueeze(-1)).squeeze(-1) for values in (self.stddev, self.scale))
         root = _inverse_root(self.posterior.prior.residual_covariance(x, x, matrix, matrix), stddev)
-        own = gather(cross.movedim(-1, 0)).unsqueeze(-1)  # [B, ..., b, 1]
-        return _quadratic(root, own, gather(self.scale), stddev).squeeze(-1).movedim(0, -1)
+        own = gather(cross.movedim(-1, 0).unsqueeze(-1))  # [B, ..., b, 1]
+        return _quadratic(root, own, scale, stddev).squeeze(-1).movedim(0, -1)
 
 
-def _with_target(observed: Tensor | None, x: Tensor) -> Tensor:
+def _with_target(training: TrainingData) -> Tensor:
     """Positions of the training points that have a target, in every model of a batch."""
-    if observed is None:
-        return torch.arange(x.size(-2), device=x.device)
-    seen = observed.reshape(-1, observed.size(-1))
+    if training.observed is None:
+        return torch.arange(training.x.size(-2), device=training.x.device)
+    seen = training.observed.reshape(-1, training.observed.size(-1))
     if not torch.equal(seen, seen[:1].expand_as(seen)):
         raise ValueError(
             "The last term needs targets for the same rows in every model of the batch. Use last_term='drop', or one model "
