@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.means import Mean, ZeroMean
-from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from ..mlls import TighterELBO
 from ..strategies import TighterVariationalStrategy
-from .data import as_observed, check_latent_dim, principal_components
+from .data import as_observed, principal_components
 from .elbo import LatentVariableELBO
 from .inference import Reconstruction, infer_latents, log_density, reconstruct
 from .latents import Latents, VariationalLatents
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class BayesianGPLVM(ApproximateGP):
@@ -76,8 +76,6 @@ class BayesianGPLVM(ApproximateGP):
         variational_distribution: type[_VariationalDistribution] = CholeskyVariationalDistribution,
         **kwargs: Any,
     ) -> None:
-        latent_dim = latents.latent_dim
-        check_latent_dim(latent_dim, num_outputs)
         batch_shape = torch.Size([num_outputs])
         q = variational_distribution(inducing_points.size(0), batch_shape=batch_shape)
         super().__init__(variational_strategy(self, inducing_points, q, **kwargs))
@@ -85,7 +83,9 @@ class BayesianGPLVM(ApproximateGP):
         self.latents = latents
         self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
         self.mean_module = ZeroMean() if mean_module is None else mean_module
-        self.covar_module = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)) if covar_module is None else covar_module
+        if covar_module is None:
+            covar_module = ScaleKernel(RBFKernel(ard_num_dims=latents.latent_dim))
+        self.covar_module = covar_module
         self.to(inducing_points)
 
     @classmethod
@@ -118,9 +118,7 @@ class BayesianGPLVM(ApproximateGP):
         """
         data, _ = as_observed(targets, mask)
         if not 1 <= num_inducing <= data.size(0):
-            raise ValueError(
-                f"num_inducing must lie between 1 and the {data.size(0)} rows of the data; got {num_inducing}."
-            )
+            raise ValueError(f"num_inducing must lie between 1 and the {data.size(0)} rows; got {num_inducing}.")
         scores, fraction = principal_components(data, latent_dim)
         device = "cpu" if generator is None else generator.device
         chosen = torch.randperm(data.size(0), generator=generator, device=device)[:num_inducing].to(data.device)
@@ -135,16 +133,9 @@ class BayesianGPLVM(ApproximateGP):
         r"""The prior at latent inputs ``... x Q``, one for all outputs."""
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
-    def objective(
-        self,
-        num_data: int,
-        *,
-        likelihood: Likelihood | None = None,
-        objective: type[TighterELBO] | type[VariationalELBO] | None = None,
-    ) -> LatentVariableELBO:
+    def objective(self, num_data: int, **kwargs: Any) -> LatentVariableELBO:
         """The objective to train this model with, of ``num_data`` rows; see :class:`LatentVariableELBO`."""
-        likelihood = self.likelihood if likelihood is None else likelihood
-        return LatentVariableELBO(likelihood, self, num_data, objective=objective)
+        return LatentVariableELBO(model=self, num_data=num_data, **{"likelihood": self.likelihood, **kwargs})
 
     def infer_latents(self, targets: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Normal:
         """q(x) of new rows with everything else frozen; see :func:`infer_latents`."""

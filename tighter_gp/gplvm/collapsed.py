@@ -1,4 +1,4 @@
-r"""Collapsed bounds of the Bayesian GPLVM with an RBF-ARD kernel and Gaussian noise. Torch and numpy only.
+r"""Collapsed bounds of the Bayesian GPLVM with an RBF-ARD kernel and Gaussian noise. Torch only.
 
 q(u) is at its optimum and the expectations over q(x) are those of :mod:`~tighter_gp.gplvm.psi`. Every bound is
 :math:`core - \mathrm{KL}_x` less the price of the residual variance, a sum over rows and outputs, never divided by N:
@@ -17,14 +17,14 @@ in increasing order. The paper prints the middle one with another scale, :math:`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..maths.collapsed import collapse, collapsed_log_prob
 from ..maths.linalg import cholesky, project, residual_variance
+from ..maths.quadrature import sobol_normal
 from .psi import pack_pairs, psi0, psi1, psi2_pairs, unpack_pairs
 
 
@@ -70,10 +70,8 @@ class LatentProblem(NamedTuple):
 
     def double(self) -> LatentProblem:
         """In float64, in which all functions compute: float32 does not hold the digits that their differences need."""
-        return self._replace(**{name: value.double() for name, value in self._asdict().items() if name in _FLOATS})
-
-
-_FLOATS = ("mean", "variance", "inducing_points", "outputscale", "lengthscale", "noise", "targets")
+        tensors: dict[str, Any] = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return self._replace(**{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
 
 
 class Statistics(NamedTuple):
@@ -127,14 +125,9 @@ def statistics(problem: LatentProblem) -> Statistics:
     num_inducing = z.size(-2)
     chol = _inducing_cholesky(problem)
     pairs = psi2_pairs(mean, variance, z, outputscale, lengthscale)  # N x M(M+1)/2
-    if observed is None and noise.numel() == 1:
-        summed = pairs.sum(0, keepdim=True)
-    elif observed is None:
-        summed = pairs.sum(0).expand(noise.numel(), -1)
-    else:
-        summed = observed.to(pairs).mT @ pairs
-    psi2 = unpack_pairs(summed, num_inducing)  # G x M x M
-    gram = project(chol, project(chol, psi2).mT) / noise.reshape(-1, 1, 1)
+    summed = pairs.sum(0, keepdim=True) if observed is None else observed.to(pairs).mT @ pairs
+    psi2 = unpack_pairs(summed, num_inducing)  # 1 x M x M, or P x M x M
+    gram = project(chol, project(chol, psi2).mT) / noise.reshape(-1, 1, 1)  # G x M x M
     # tr(K_ZZ^{-1} Psi_2^{(n)}): each pair off the diagonal counts twice.
     inverse = torch.cholesky_inverse(chol)
     weights = pack_pairs(2 * inverse - torch.diag_embed(inverse.diagonal()))
@@ -287,10 +280,12 @@ def gauss_hermite_nodes(order: int, dim: int, like: Tensor) -> tuple[Tensor, Ten
         raise ValueError(
             f"A grid of {order} nodes in {dim} dimensions has {order**dim} of them; use random or Sobol draws."
         )
-    points, weights = np.polynomial.hermite_e.hermegauss(order)
-    grid = np.stack(np.meshgrid(*[points] * dim, indexing="ij"), -1).reshape(-1, 1, dim)
-    product = np.prod(np.meshgrid(*[weights / weights.sum()] * dim, indexing="ij"), axis=0).reshape(-1)
-    return torch.as_tensor(grid).to(like), torch.as_tensor(product).to(like)
+    # Eigenvalues of the Jacobi matrix of Hermite polynomials, and squares of the first entries of its eigenvectors.
+    beside = torch.arange(1, order, dtype=torch.float64).sqrt()
+    points, vectors = torch.linalg.eigh(torch.diag_embed(beside, -1))
+    grid = torch.cartesian_prod(*[points] * dim).reshape(-1, 1, dim)
+    weights = torch.cartesian_prod(*[vectors[0].square()] * dim).reshape(-1, dim).prod(-1)
+    return grid.to(like), weights.to(like)
 
 
 def sobol_nodes(num_nodes: int, dim: int, like: Tensor, seed: int | None = None) -> Tensor:
@@ -300,7 +295,4 @@ def sobol_nodes(num_nodes: int, dim: int, like: Tensor, seed: int | None = None)
         >>> tighter_gp.gplvm.collapsed.sobol_nodes(64, 5, torch.zeros(()), seed=0).shape
         torch.Size([64, 1, 5])
     """
-    uniform = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(num_nodes, dtype=torch.float64)
-    tiny = torch.finfo(torch.float64).eps
-    normal = torch.special.ndtri(uniform.clamp(tiny, 1 - tiny))
-    return normal.to(like).unsqueeze(1)
+    return sobol_normal(num_nodes, dim, seed).to(like).unsqueeze(1)

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from ..maths.bounds import check_bound
 from ..mlls.priors import log_prior
-from ..strategies import TighterVariationalStrategy
 from .bayesian_gplvm import BayesianGPLVM
 from .collapsed import (
     LatentProblem,
@@ -24,7 +23,7 @@ from .collapsed import (
     tighter_bound,
     titsias_bound,
 )
-from .data import as_observed, check_columns
+from .data import as_observed
 from .latents import VariationalLatents
 
 BOUNDS = ("tighter", "constant", "titsias")
@@ -93,7 +92,6 @@ class CollapsedBayesianGPLVM(Module):
         super().__init__()
         check_bound(bound, BOUNDS)
         targets, observed = as_observed(targets, mask)
-        check_columns(targets)
         if not latents.prior.has_closed_form:
             raise TypeError(
                 f"{type(latents.prior.distribution).__name__} has no closed-form KL divergence, so the bound would be random; "
@@ -147,8 +145,10 @@ class CollapsedBayesianGPLVM(Module):
         problem, kl = self.problem(), self.latents.kl_divergence().sum()
         if self.bound == "tighter":
             value = tighter_bound(problem, self.nodes, self.weights, kl=kl)
+        elif self.bound == "constant":
+            value = constant_scale_bound(problem, kl=kl)
         else:
-            value = {"titsias": titsias_bound, "constant": constant_scale_bound}[self.bound](problem, kl=kl)
+            value = titsias_bound(problem, kl=kl)
         return (value + log_prior(self)) / self.targets.size(0)
 
     @torch.no_grad()
@@ -159,16 +159,10 @@ class CollapsedBayesianGPLVM(Module):
 
         :param kwargs: Passed to :class:`BayesianGPLVM`.
         """
-        model = BayesianGPLVM(
-            self.latents,
-            self.inducing_points.detach().clone(),
-            self.targets.size(-1),
-            self.likelihood,
-            covar_module=self.covar_module,
-            variational_strategy=TighterVariationalStrategy,
-            jitter_val=self.jitter_val,
-            **kwargs,
-        )
+        z, num_outputs = self.inducing_points.detach().clone(), self.targets.size(-1)
+        kwargs = {"covar_module": self.covar_module, "jitter_val": self.jitter_val, **kwargs}
+        model = BayesianGPLVM(self.latents, z, num_outputs, self.likelihood, **kwargs)
         sums = statistics(self.problem())
-        model.variational_strategy.set_optimal(sums.gram.expand(model.num_outputs, -1, -1), sums.linear)
+        strategy: Any = model.variational_strategy
+        strategy.set_optimal(sums.gram.expand(num_outputs, -1, -1), sums.linear)
         return model

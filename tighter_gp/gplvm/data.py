@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..maths.linalg import full_precision
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def as_observed(
@@ -21,8 +23,7 @@ def as_observed(
     :param num_outputs: :math:`P`, if it is known.
     :return: The data, and the observed entries or None if none is missing.
     """
-    targets = torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
-    mask = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
+    targets, mask = _as_tensor(targets), None if mask is None else _as_tensor(mask)
     if targets.dim() != 2 or (num_outputs is not None and targets.size(-1) != num_outputs):
         wanted = "P" if num_outputs is None else num_outputs
         raise ValueError(f"Data must have shape N x {wanted}, one row per datum; got {tuple(targets.shape)}.")
@@ -38,27 +39,9 @@ def as_observed(
     return targets, None if targets.is_cpu and bool(observed.all()) else observed
 
 
-def check_columns(targets: Tensor) -> None:
-    """Raise for a column that teaches nothing: no entry observed, or all of them the same."""
-    observed = ~torch.isnan(targets)
-    empty = (observed.sum(0) == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"Columns {empty} of the data have no observed entry; drop them.")
-    highest = torch.where(observed, targets, -torch.inf).amax(0)
-    lowest = torch.where(observed, targets, torch.inf).amin(0)
-    constant = (highest == lowest).nonzero().flatten().tolist()
-    if constant:
-        raise ValueError(
-            f"Columns {constant} of the data are constant, so their noise would shrink to zero; drop them."
-        )
-
-
-def check_latent_dim(latent_dim: int, largest: int) -> None:
-    """Raise unless there are at most as many latent dimensions as rows and columns of the data."""
-    if not 1 <= latent_dim <= largest:
-        raise ValueError(
-            f"latent_dim must lie between 1 and {largest}, the number of rows or columns; got {latent_dim}."
-        )
+def _as_tensor(values: Tensor | np.ndarray) -> Tensor:
+    """Of an array a copy, since it may be read-only."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values.copy())
 
 
 class PrincipalComponents(NamedTuple):
@@ -92,9 +75,14 @@ def principal_components(
         torch.Size([20, 2])
     """
     targets, _ = as_observed(targets, mask)
-    check_columns(targets)
-    num_data, num_outputs = targets.shape
-    check_latent_dim(latent_dim, min(num_data, num_outputs))
+    observed, (num_data, num_outputs) = ~torch.isnan(targets), targets.shape
+    highest = torch.where(observed, targets, -torch.inf).amax(0)
+    lowest = torch.where(observed, targets, torch.inf).amin(0)
+    useless = (highest <= lowest).nonzero().flatten().tolist()  # their noise would shrink to zero
+    if useless:
+        raise ValueError(f"Columns {useless} of the data are constant, or have no observed entry; drop them.")
+    if not 1 <= latent_dim <= min(num_data, num_outputs):
+        raise ValueError(f"latent_dim must lie between 1 and {min(num_data, num_outputs)}; got {latent_dim}.")
     centred = (targets - targets.nanmean(0)).nan_to_num(nan=0.0)
     with full_precision(centred.device.type):
         # Eigenvectors of the P x P covariance: N may be large.

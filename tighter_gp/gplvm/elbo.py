@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
-from gpytorch.mlls import VariationalELBO
-from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
+from gpytorch.mlls import MarginalLogLikelihood, VariationalELBO
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..data import Rows, reference
 from ..likelihoods.expectations import expected_log_prob
 from ..likelihoods.family import filled
-from ..mlls import TighterELBO
+from ..mlls import ELBOTerms, TighterELBO
 from ..mlls.priors import log_prior
 from ..modes import chunks, temporary_mode
 from ..strategies import TighterStrategy
 from .data import as_observed
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class LatentELBOTerms(NamedTuple):
@@ -57,7 +57,7 @@ class LatentELBOTerms(NamedTuple):
         return gain - self.kl_divergence - self.latent_kl - self.added_loss - self.conditional
 
 
-class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
+class LatentVariableELBO(MarginalLogLikelihood):
     r"""
     The evidence lower bound of a :class:`BayesianGPLVM`, in nats per datum (per row, summed over its outputs).
 
@@ -100,15 +100,13 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
     ) -> None:
         if not hasattr(model, "latents"):
             raise TypeError(f"LatentVariableELBO needs a BayesianGPLVM; got {type(model).__name__}.")
-        super().__init__(likelihood, model, num_data, beta, combine_terms)
+        super().__init__(likelihood, model)
+        self.num_data, self.beta, self.combine_terms = num_data, beta, combine_terms
         is_ours = isinstance(model.variational_strategy, TighterStrategy)
         self.is_tighter = issubclass(objective or (TighterELBO if is_ours else VariationalELBO), TighterELBO)
         kind = TighterELBO if self.is_tighter else _StandardELBO
         # Not as a submodule: model and likelihood are this one's already.
         self.__dict__["elbo"] = kind(likelihood, model, num_data, beta, combine_terms=False)
-
-    def _log_likelihood_term(self, approximate_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        return self.elbo._log_likelihood_term(approximate_dist_f, target, **kwargs)
 
     def forward(
         self,
@@ -140,9 +138,9 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         self,
         x: Tensor,
         q_x: Normal,
-        target: Tensor,
+        target: Tensor | np.ndarray,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | np.ndarray | None = None,
         index: Tensor | None = None,
         q_f: MultivariateNormal | None = None,
         **kwargs: Any,
@@ -157,20 +155,17 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         num_samples, num_rows, _ = x.shape
         if target.size(0) != num_rows:
             raise ValueError(f"target has {target.size(0)} rows for {num_rows} latents; pass target=Y[index].")
-        q_f = self.q_f(x, index) if q_f is None else q_f
+        q_f = self.q_f(x, index) if q_f is None else q_f  # P outputs at S B points
         self.elbo.num_data = self.num_data * num_samples
         with settings.observation_nan_policy("ignore" if observed is None else "fill"):
-            terms = self.elbo(q_f, target.mT.repeat(1, num_samples).to(x.dtype), **kwargs)  # one value per output
-        log_likelihood, kl_divergence, _, *rest = terms
-        added_loss, conditional = (*rest, 0.0, 0.0)[:2]
-        zero = torch.zeros_like(log_likelihood)
+            terms = self.elbo(q_f, target.mT.repeat(1, num_samples).to(x), **kwargs)  # one value per output
         return LatentELBOTerms(
-            log_likelihood=log_likelihood.sum(-1),
-            kl_divergence=(zero + kl_divergence).sum(-1) * num_samples,
+            log_likelihood=terms.log_likelihood.sum(-1),
+            kl_divergence=terms.kl_divergence.sum(-1) * num_samples,
             latent_kl=self.beta * self.model.latents.prior.kl_divergence(q_x, x).mean(),
-            log_prior=zero.sum(-1) + log_prior(self) / self.num_data,
-            added_loss=(zero + added_loss).mean(-1),
-            conditional=(zero + conditional).sum(-1),
+            log_prior=x.new_zeros(()) + log_prior(self) / self.num_data,
+            added_loss=terms.added_loss.mean(-1),
+            conditional=terms.conditional.sum(-1),
         )
 
     def q_f(self, x: Tensor, index: Tensor | None, **options: Any) -> MultivariateNormal:
@@ -207,25 +202,29 @@ class LatentVariableELBO(_ApproximateMarginalLogLikelihood):
         """
         if len(target) != self.num_data:
             raise ValueError(f"evaluate needs all {self.num_data} rows of the data; got {len(target)}.")
-        like = reference(self.model)
-        rows_of_y = Rows(target, like, dim=0, name="target")
-        rows_of_mask = None if mask is None else Rows(mask, like, dim=0, name="mask")
-        total = like.new_zeros(())
+        device, parts = self.model.variational_strategy.inducing_points.device, []
         with temporary_mode(self.model, False), temporary_mode(self.model.variational_strategy, True):
             for rows in chunks(self.num_data, batch_size):
-                index = torch.arange(rows.start, rows.stop, device=like.device)
+                index = torch.arange(rows.start, rows.stop, device=device)
                 q_x = self.model.latents.q(index)
                 x = q_x.sample(torch.Size([num_samples]))
-                seen = None if rows_of_mask is None else rows_of_mask[rows]
-                terms = self.at(x, q_x, rows_of_y[rows], mask=seen, index=index, **kwargs)
-                total = total + (terms.bound - terms.log_prior) * (index.numel() / self.num_data)
-        return total
+                seen = None if mask is None else mask[rows]
+                terms = self.at(x, q_x, target[rows], mask=seen, index=index, **kwargs)
+                parts.append((terms.bound - terms.log_prior) * (index.numel() / self.num_data))
+        return torch.stack(parts).sum()
 
 
 class _StandardELBO(VariationalELBO):
-    """The standard bound, in which missing targets of any likelihood are left out."""
+    """The standard bound as terms, one value per output; missing targets of any likelihood are left out."""
 
-    def _log_likelihood_term(self, variational_dist_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> Tensor:
-        observed = ~torch.isnan(target)
-        log_prob = expected_log_prob(self.likelihood, filled(target, observed), variational_dist_f, **kwargs)
-        return torch.where(observed, log_prob, 0.0).sum(-1)
+    def forward(self, q_f: MultivariateNormal, target: Tensor, **kwargs: Any) -> ELBOTerms:
+        observed, num_batch = ~torch.isnan(target), target.size(-1)
+        log_prob = expected_log_prob(self.likelihood, filled(target, observed), q_f, **kwargs)
+        zero = torch.zeros_like(q_f.mean[..., 0])
+        return ELBOTerms(
+            log_likelihood=torch.where(observed, log_prob, 0.0).sum(-1) / num_batch,
+            kl_divergence=self.model.variational_strategy.kl_divergence() * (self.beta / self.num_data),
+            log_prior=zero,
+            added_loss=zero + sum(term.loss() for term in self.model.added_loss_terms()),
+            conditional=zero,
+        )

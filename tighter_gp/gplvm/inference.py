@@ -15,11 +15,11 @@ from ..mlls import TighterELBO
 from ..modes import chunks, temporary_mode
 from ..predictions import PredictiveDistribution
 from ..predictions.f import f_at
-from ..predictions.points import Marginals, marginals
-from ..strategies import TighterStrategy
 from .data import as_observed
 from .elbo import LatentVariableELBO
 from .latents import VariationalLatents
+
+_DECODED = 256  # points at once, of which GPyTorch's own strategies compute the whole covariance
 
 
 class Reconstruction(NamedTuple):
@@ -104,18 +104,10 @@ def _by_rows(
         for rows in [*chunks(len(means), max(1, batch_size // num_samples))] or [slice(0, 0)]:
             mean, stddev = means[rows], stddevs[rows]
             draws = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
-            f = _decode(model, (mean + stddev * draws).flatten(0, 1))  # [P, S B]
+            f = f_at(model, (mean + stddev * draws).flatten(0, 1), batch_size=_DECODED)  # [P, S B]
             f = f.map(lambda value: value.unflatten(-1, (num_samples, -1)).movedim(1, 0))  # [S, P, B]
             parts.append(compute(PredictiveDistribution(model.likelihood, f, is_mixture=True), rows))
     return torch.cat(parts, -2)
-
-
-def _decode(model: Any, x: Tensor) -> Marginals:
-    """q(f) at latents ``n x Q``, ``P x n``."""
-    if isinstance(model.variational_strategy, TighterStrategy):
-        return f_at(model, x, batch_size=max(1, len(x)))
-    with temporary_mode(model.variational_strategy, True):  # where GPyTorch computes the diagonal only
-        return marginals(model(x))
 
 
 def infer_latents(
@@ -162,41 +154,40 @@ def infer_latents(
     elbo = LatentVariableELBO(model.likelihood, model, len(targets), objective=objective)
     found = []
     with temporary_mode(model, False), seeded(seed, targets.device):
-        candidates = None if hasattr(model.latents, "encode") else _Candidates.of(model, num_candidates)
+        first_guess = _first_guess(model, num_candidates)
         for rows in chunks(len(targets), batch_size):
-            part = targets[rows]
-            start = model.latents.encode(part) if candidates is None else candidates.nearest(part, model.latents.prior)
-            found.append(_optimise(elbo, start, part, num_steps, lr, num_samples))
+            found.append(_optimise(elbo, first_guess(targets[rows]), targets[rows], num_steps, lr, num_samples))
     mean, stddev = (torch.cat(values) for values in zip(*((q.mean, q.stddev) for q in found), strict=True))
     return Normal(mean, stddev, validate_args=False)
 
 
-class _Candidates(NamedTuple):
-    """q(x) of training rows and their reconstructions: ``C x Q`` twice and ``C x P``."""
+@torch.no_grad()
+def _first_guess(model: Any, count: int) -> Callable[[Tensor], Normal]:
+    """From rows ``B x P`` to q(x) of the training row whose reconstruction is nearest in the entries observed.
 
-    mean: Tensor
-    stddev: Tensor
-    reconstruction: Tensor
+    :param count: How many training rows to compare with, at random.
+    """
+    if hasattr(model.latents, "encode"):
+        return model.latents.encode
+    num_data, device = model.latents.num_data, model.variational_strategy.inducing_points.device
+    index = torch.arange(num_data, device=device)
+    q_x = model.latents.q(index if count >= num_data else torch.randperm(num_data, device=device)[:count])  # [C, Q]
+    reconstruction = reconstruct(model, q_x.mean).mean  # [C, P]
+    prior_mean, prior_stddev = model.latents.prior.moments(q_x.mean)
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: Any, count: int) -> _Candidates:
-        """Some rows at random, or all."""
-        num_data, device = model.latents.num_data, model.variational_strategy.inducing_points.device
-        index = torch.arange(num_data, device=device)
-        q = model.latents.q(index if count >= num_data else torch.randperm(num_data, device=device)[:count])
-        return cls(q.mean, q.stddev, reconstruct(model, q.mean).mean)
-
-    def nearest(self, targets: Tensor, prior: Any) -> Normal:
-        """q(x) of the candidate whose reconstruction is nearest to each row, ``B x P``, in the entries observed."""
+    def nearest(targets: Tensor) -> Normal:
         observed = ~torch.isnan(targets)
         # Squared distance in the observed entries, less the part that is the same for every candidate: [B, C].
-        cross = targets.nan_to_num(nan=0.0) @ self.reconstruction.mT
-        nearest = (observed.to(targets) @ self.reconstruction.square().mT - 2 * cross).argmin(-1)
+        cross = targets.nan_to_num(nan=0.0) @ reconstruction.mT
+        best = (observed.to(targets) @ reconstruction.square().mT - 2 * cross).argmin(-1)
         anything = observed.any(-1, keepdim=True)
-        mean, stddev = prior.moments(self.mean)
-        mean = torch.where(anything, self.mean[nearest], mean)
-        return Normal(mean, torch.where(anything, self.stddev[nearest], stddev), validate_args=False)
+        mean, stddev = (
+            torch.where(anything, q_x.mean[best], prior_mean),
+            torch.where(anything, q_x.stddev[best], prior_stddev),
+        )
+        return Normal(mean, stddev, validate_args=False)
+
+    return nearest
 
 
 def _optimise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,15 +67,15 @@ class LatentPrior(Module):
         return -q.entropy().sum(-1) - self.log_prob(samples).mean(0)
 
     def _closed_form(self, q: Normal) -> Tensor | None:
-        joint = lambda: MultivariateNormal(q.mean, scale_tril=torch.diag_embed(q.stddev), validate_args=False)
-        candidates = [lambda: Independent(q, 1), joint] if self.distribution.event_shape else [lambda: q]
-        for make in candidates:
-            try:
-                value = kl_divergence(make(), self.distribution)
-            except NotImplementedError:
-                continue
-            return value if self.distribution.event_shape else value.sum(-1)
-        return None
+        try:
+            if not self.distribution.event_shape:
+                return kl_divergence(q, self.distribution).sum(-1)
+            if isinstance(self.distribution, MultivariateNormal):
+                joint = MultivariateNormal(q.mean, scale_tril=torch.diag_embed(q.stddev), validate_args=False)
+                return kl_divergence(joint, self.distribution)
+            return kl_divergence(Independent(q, 1), self.distribution)
+        except NotImplementedError:
+            return None
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of a row, ``Q`` each; 0 and 1 for a prior that has none."""
@@ -236,14 +237,10 @@ def parameter_groups(*modules: torch.nn.Module) -> ParameterGroups:
         >>> len(sparse)  # the means and the standard deviations of q(x)
         2
     """
-    children = [child for module in modules for child in module.modules()]
-    tables = {
-        id(table)
-        for child in children
-        if isinstance(child, VariationalLatents) and child.sparse
-        for table in (child.mean, child.raw_stddev)
-    }
+    tables: set[int] = set()
+    for child in itertools.chain.from_iterable(module.modules() for module in modules):
+        if isinstance(child, VariationalLatents) and child.sparse:
+            tables.update(id(table) for table in child.parameters(recurse=False))
     unique = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
-    return ParameterGroups(
-        dense=[p for p in unique if id(p) not in tables], sparse=[p for p in unique if id(p) in tables]
-    )
+    sparse = [p for p in unique if id(p) in tables]
+    return ParameterGroups([p for p in unique if id(p) not in tables], sparse)

@@ -95,9 +95,14 @@ def normal_draws(num_draws: int, num_dims: int, seed: int = 0) -> tuple[Tensor, 
         nodes = torch.cartesian_prod(*[line] * num_dims).reshape(-1, num_dims)
         weights = torch.exp(-0.5 * nodes.square().sum(-1))
         return nodes, weights / weights.sum()
+    return sobol_normal(num_draws, num_dims, seed), torch.full((num_draws,), 1 / num_draws, dtype=torch.float64)
+
+
+def sobol_normal(num_draws: int, num_dims: int, seed: int | None) -> Tensor:
+    """Scrambled Sobol's points mapped to standard normal ones, ``K x num_dims``, in float64."""
     engine = torch.quasirandom.SobolEngine(num_dims, scramble=True, seed=seed)
     uniform = engine.draw(num_draws, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-    return torch.special.ndtri(uniform), torch.full((num_draws,), 1 / num_draws, dtype=torch.float64)
+    return torch.special.ndtri(uniform)
 
 
 def incomplete_beta(a: Tensor, b: Tensor, x: Tensor) -> Tensor:

@@ -131,13 +131,13 @@ def f_at(
     with temporary_mode(model, False), full_precision(like.device.type):
         if make is not None:
             evaluate = make(inner, transform)
+        elif hasattr(inner, "f_at"):
+            evaluate = lambda x: Marginals(*inner.f_at(x))
         elif is_ours(inner):
             posterior = posterior_of(inner)
             if len(spans) > 1:  # keep the factor of the inducing points
                 posterior = posterior.factorized(transform(rows[spans[0]]))
             evaluate = lambda x: Marginals(*posterior.f_at(x))
-        elif hasattr(inner, "f_at"):
-            evaluate = lambda x: Marginals(*inner.f_at(x))
         else:
             with seeded(seed, like.device):
                 return joined([_called(inner, transform(rows[span]), num_samples) for span in spans])
