@@ -14,24 +14,38 @@ from ..likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from ..maths.quadrature import normal_rule
 from ..predictions.densities import student_t_moments
 
+
+def _rbf(squared: Tensor, alpha: Tensor | None) -> Tensor:
+    return torch.exp(-0.5 * squared)
+
+
+def _rq(squared: Tensor, alpha: Any) -> Tensor:
+    return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
+
+
+def _matern12(squared: Tensor, alpha: Tensor | None) -> Tensor:
+    return torch.exp(-squared.sqrt())
+
+
+def _matern32(squared: Tensor, alpha: Tensor | None) -> Tensor:
+    return (1 + squared.sqrt()) * torch.exp(-squared.sqrt())
+
+
+def _matern52(squared: Tensor, alpha: Tensor | None) -> Tensor:
+    return (1 + squared.sqrt() + squared / 3) * torch.exp(-squared.sqrt())
+
+
 # From squared distances in lengthscales. The constants of Matérn kernels go with the lengthscale: in a graph a number may be
 # rounded to float32.
-_PROFILES: dict[str, Any] = {
-    "rbf": lambda squared, alpha: torch.exp(-0.5 * squared),
-    "rq": lambda squared, alpha: torch.exp(-alpha * torch.log1p(squared / (2 * alpha))),
-    "matern0.5": lambda squared, alpha: torch.exp(-squared.sqrt()),
-    "matern1.5": lambda squared, alpha: (1 + squared.sqrt()) * torch.exp(-squared.sqrt()),
-    "matern2.5": lambda squared, alpha: (1 + squared.sqrt() + squared / 3) * torch.exp(-squared.sqrt()),
+_PROFILES: dict[Any, Any] = {
+    kernels.RBFKernel: _rbf,
+    kernels.RQKernel: _rq,
+    0.5: _matern12,
+    1.5: _matern32,
+    2.5: _matern52,
 }
-_KINDS = {
-    kernels.RBFKernel: "rbf",
-    kernels.RQKernel: "rq",
-    kernels.MaternKernel: "matern",
-    kernels.LinearKernel: "linear",
-    kernels.ScaleKernel: "scale",
-    kernels.AdditiveKernel: "sum",
-    kernels.ProductKernel: "product",
-}
+_COMBINED: dict[Any, Any] = {kernels.AdditiveKernel: torch.add, kernels.ProductKernel: torch.mul}
+_KERNELS = {*_PROFILES, *_COMBINED, kernels.MaternKernel, kernels.LinearKernel, kernels.ScaleKernel}
 
 
 class PlainKernel(torch.nn.Module):
@@ -41,94 +55,93 @@ class PlainKernel(torch.nn.Module):
     :param select: Whether this kernel selects its ``active_dims``; what a scale kernel holds leaves that to it.
     """
 
-    parts: Any  # kernels inside this one
     dims: Tensor | None
-    scale: Any
-    alpha: Any
+    scale: Tensor
+    alpha: Tensor | None
 
     def __init__(self, kernel: Any, select: bool = True) -> None:
         super().__init__()
-        if type(kernel) not in _KINDS or len(kernel.batch_shape):
+        kind, nu = type(kernel), getattr(kernel, "nu", None)
+        if len(kernel.batch_shape) or kind not in _KERNELS:
             raise TypeError(
-                f"export_predictor does not know {type(kernel).__name__} of batch shape {tuple(kernel.batch_shape)}; it takes "
-                "RBF, Matern, RQ, Linear, Scale kernels without one and their sums and products."
+                f"export_predictor does not know {kind.__name__} of batch shape {tuple(kernel.batch_shape)}; it takes RBF, "
+                "Matern, RQ, Linear, Scale kernels without one and their sums and products."
             )
-        self.kind = _KINDS[type(kernel)]
-        scale: Any = None
-        alpha: Any = None
-        inside = [kernel.base_kernel] if self.kind == "scale" else getattr(kernel, "kernels", [])
-        self.parts = torch.nn.ModuleList(PlainKernel(part, select=self.kind != "scale") for part in inside)
-        if self.kind == "scale":
-            scale = kernel.outputscale
-        elif self.kind == "linear":
+        is_scale = kind is kernels.ScaleKernel
+        parts, scale = getattr(kernel, "kernels", []), torch.ones(())
+        if is_scale:
+            parts, scale = [kernel.base_kernel], kernel.outputscale
+        elif kind is kernels.LinearKernel:
             scale = kernel.variance.reshape(-1)
-        elif not inside:
-            scale, alpha = kernel.lengthscale.reshape(-1), getattr(kernel, "alpha", None)
-        if self.kind == "matern":
-            self.kind, scale = f"matern{kernel.nu}", scale / math.sqrt(2 * kernel.nu)
-        for name, value in (("dims", kernel.active_dims if select else None), ("scale", scale), ("alpha", alpha)):
+        elif not parts:
+            scale = kernel.lengthscale.reshape(-1) / (math.sqrt(2 * nu) if nu else 1)
+        self.parts = torch.nn.ModuleList(PlainKernel(part, select=not is_scale) for part in parts)
+        self.combine, self.profile = _COMBINED.get(kind, torch.mul), _PROFILES.get(nu or kind)
+        dims, alpha = kernel.active_dims if select else None, getattr(kernel, "alpha", None)
+        for name, value in (("dims", dims), ("scale", scale), ("alpha", alpha)):
             self.register_buffer(name, None if value is None else value.detach().clone())
 
-    def _selected(self, x: Tensor) -> Tensor:
-        return x if self.dims is None else x.index_select(-1, self.dims)
-
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """Covariance, ``B x M``."""
-        x, z = self._selected(x), self._selected(z)
+        """Covariance, ``... x B x M``."""
+        if self.dims is not None:
+            x, z = x.index_select(-1, self.dims), z.index_select(-1, self.dims)
         if self.parts:
-            return self._combined([part(x, z) for part in self.parts])
-        if self.kind == "linear":
+            return self.scale * functools.reduce(self.combine, [part(x, z) for part in self.parts])
+        if self.profile is None:
             return (x * self.scale) @ z.transpose(-2, -1)  # older ONNX exporters know no .mT
-        centre = z.mean(-2)
+        centre = z.mean(-2, keepdim=True)
         x, z = (x - centre) / self.scale, (z - centre) / self.scale
-        norms = x.square().sum(-1, keepdim=True) + z.square().sum(-1)
-        return _PROFILES[self.kind]((norms - 2 * x @ z.transpose(-2, -1)).clamp_min(0.0), self.alpha)
+        norms = x.square().sum(-1, keepdim=True) + z.square().sum(-1).unsqueeze(-2)
+        return self.profile((norms - 2 * x @ z.transpose(-2, -1)).clamp_min(0.0), self.alpha)
 
     def variance(self, x: Tensor) -> Tensor:
-        """Its diagonal, ``B``."""
-        x = self._selected(x)
-        if self.parts:
-            return self._combined([part.variance(x) for part in self.parts])
-        return (x.square() * self.scale).sum(-1) if self.kind == "linear" else torch.ones_like(x[..., 0])
+        """Its diagonal, ``B``: each point with itself, at a distance of exactly zero."""
+        x = x.unsqueeze(-2)
+        return self(x, x).reshape(-1)
 
-    def _combined(self, values: list[Tensor]) -> Tensor:
-        if self.kind == "scale":
-            return self.scale * values[0]
-        return functools.reduce(torch.add if self.kind == "sum" else torch.mul, values)
+
+def _probit(f: Tensor) -> Tensor:
+    return (0.5 * (1 + torch.erf(f.float() / math.sqrt(2)))).to(f.dtype)  # ONNX's runtime has no erf in float64
+
+
+def _softplus(f: Tensor) -> Tensor:
+    return f.clamp_min(0.0) + torch.log1p(torch.exp(-f.abs()))  # nor a softplus
+
+
+_LINKS: dict[type, Any] = {
+    likelihoods.BernoulliLikelihood: _probit,
+    BernoulliLogitLikelihood: torch.sigmoid,
+    PoissonLikelihood: torch.exp,
+    likelihoods.PoissonLikelihood: _softplus,
+}
+_NOISY = (likelihoods.GaussianLikelihood, likelihoods.LaplaceLikelihood, likelihoods.StudentTLikelihood)
 
 
 class PlainResponse(torch.nn.Module):
-    """Mean and variance of y from those of f."""
+    """Mean and variance of y from those of f: f with noise, or a link by quadrature."""
 
     noise_mean: Tensor
     noise: Tensor
     nodes: Tensor
     weights: Tensor
-    _LINKS = {
-        likelihoods.GaussianLikelihood: "noise",
-        likelihoods.LaplaceLikelihood: "noise",
-        likelihoods.StudentTLikelihood: "noise",
-        likelihoods.BernoulliLikelihood: "probit",
-        BernoulliLogitLikelihood: "logit",
-        PoissonLikelihood: "exp",
-        likelihoods.PoissonLikelihood: "softplus",
-    }
 
     def __init__(self, likelihood: Any) -> None:
         super().__init__()
         kind = type(likelihood)
-        if kind not in self._LINKS:
+        if kind not in (*_NOISY, *_LINKS):
             raise TypeError(
                 f"export_predictor does not know {kind.__name__}; it takes Gaussian, Student-t, Laplace, Bernoulli and Poisson "
                 "likelihoods of one output, with noise that needs no argument."
             )
-        self.link = self._LINKS[kind]
+        self.link = _LINKS.get(kind)
         noise_mean, noise = torch.zeros(()), getattr(likelihood, "noise", torch.zeros(()))
         if kind is likelihoods.LaplaceLikelihood:
             noise = 2 * noise
         elif kind is likelihoods.StudentTLikelihood:
             noise_mean, noise = student_t_moments(likelihood)
         nodes, weights = normal_rule()
+        if self.link is _probit:  # has a closed form
+            nodes, weights = torch.zeros(1), torch.ones(1)
         keep = weights > 1e-30
         values = noise_mean.reshape(()), noise.reshape(()), nodes[keep], weights[keep]
         for name, value in zip(("noise_mean", "noise", "nodes", "weights"), values, strict=True):
@@ -136,18 +149,11 @@ class PlainResponse(torch.nn.Module):
 
     def forward(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of y, ``B`` each."""
-        if self.link == "noise":
+        if self.link is None:
             return mean + self.noise_mean, variance + self.noise
-        if self.link == "probit":
-            # In float32, since ONNX's runtime has no other erf.
-            ratio = (mean / (1 + variance).sqrt()).float()
-            probs = (0.5 * (1 + torch.erf(ratio / math.sqrt(2)))).to(mean.dtype)
-            return probs, probs * (1 - probs)
-        f = mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * self.nodes  # [B, K]
-        if self.link == "logit":
-            probs = torch.sigmoid(f) @ self.weights
-            return probs, probs * (1 - probs)
-        # ONNX's runtime has no softplus in float64.
-        rates = torch.exp(f) if self.link == "exp" else f.clamp_min(0.0) + torch.log1p(torch.exp(-f.abs()))
-        rate = rates @ self.weights
-        return rate, rate + (rates - rate.unsqueeze(-1)).square() @ self.weights
+        if self.link is _probit:
+            mean = mean / (1 + variance).sqrt()
+        values = self.link(mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * self.nodes)  # E[y | f]: [B, K]
+        within = values * (1 - values) if self.link in (_probit, torch.sigmoid) else values  # Var[y | f]
+        y_mean = values @ self.weights
+        return y_mean, (within + (values - y_mean.unsqueeze(-1)).square()) @ self.weights

@@ -9,7 +9,7 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from ..maths.linalg import cholesky
+from ..maths.linalg import triangular_inverse
 from ..maths.moments import explained_root
 from ..modes import temporary_mode
 from ..posterior import posterior_of
@@ -85,23 +85,21 @@ def export_predictor(model: Any, likelihood: Any, *, dtype: torch.dtype | None =
     """
     with temporary_mode(model, False):
         posterior = posterior_of(model, torch.float64)
+        posterior = posterior.factorized(posterior.points)
         own = model.covar_module.base_kernel if isinstance(model, ExactGP) else model.covar_module
-        kernel, z, jitter = PlainKernel(own).double(), posterior.points.double(), posterior.prior.jitter
+        kernel, z = PlainKernel(own).double(), posterior.points.double()
         test = torch.cat([z, (z + z.roll(1, 0)) / 2])
         expected = predict(model, test)
         # A zero, constant or linear mean is known from its values at zero and at unit vectors.
         ends = torch.cat([torch.zeros_like(z[:1]), torch.eye(z.size(-1)).to(z)])
         constant, *slopes = copy.deepcopy(model.mean_module).double()(ends)
-    # Exact as far as float64 goes; what is stored is rounded to the precision of the module.
-    matrix = kernel(z, z)
-    matrix.diagonal().copy_(kernel.variance(z) + jitter)  # distances of zero, which rounding does not know
+    factor: Any = posterior.prior.factor
     identity = torch.eye(len(z)).to(z)
-    inverse = torch.linalg.solve_triangular(cholesky(matrix, name="K_ZZ"), identity, upper=False)
     q = posterior.q.to(torch.float64)
     root = explained_root(identity, q)
     tensors = {
         "points": z,
-        "inverse_root": inverse.mT,
+        "inverse_root": triangular_inverse(factor.chol).mT,
         "q_mean": q.mean,
         "q_root": torch.zeros_like(z[:, :1]) if root is None else root.mT,
         "jitter": torch.tensor(posterior.jitter, dtype=torch.float64, device=z.device),

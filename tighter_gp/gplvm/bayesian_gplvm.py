@@ -12,12 +12,12 @@ from gpytorch.means import Mean, ZeroMean
 from gpytorch.models import ApproximateGP
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy, _VariationalDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution
 
 from ..strategies import TighterVariationalStrategy
 from .data import as_observed, principal_components
 from .elbo import LatentVariableELBO
-from .inference import Reconstruction, infer_latents, log_density, reconstruct
+from .inference import infer_latents, log_density, reconstruct
 from .latents import Latents, VariationalLatents
 
 if TYPE_CHECKING:
@@ -137,14 +137,7 @@ class BayesianGPLVM(ApproximateGP):
         """The objective to train this model with, of ``num_data`` rows; see :class:`LatentVariableELBO`."""
         return LatentVariableELBO(model=self, num_data=num_data, **{"likelihood": self.likelihood, **kwargs})
 
-    def infer_latents(self, targets: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Normal:
-        """q(x) of new rows with everything else frozen; see :func:`infer_latents`."""
-        return infer_latents(self, targets, mask, **kwargs)
-
-    def reconstruct(self, x: Normal | Tensor, **kwargs: Any) -> Reconstruction:
-        """Mean and variance of the data at latents; see :func:`reconstruct`."""
-        return reconstruct(self, x, **kwargs)
-
-    def log_density(self, targets: Tensor, x: Normal | Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Log predictive density of each entry at latents; see :func:`log_density`."""
-        return log_density(self, targets, x, mask, **kwargs)
+    # What the model says of new rows, with the model as their first argument.
+    infer_latents = infer_latents
+    reconstruct = reconstruct
+    log_density = log_density

@@ -106,9 +106,9 @@ def plot_latents(
     mean = model.latents.q().mean.detach()
     if mean.size(-1) < 2:
         raise ValueError("plot_latents draws two dimensions; this model has one.")
-    names = None if labels is None else labels.tolist() if isinstance(labels, Tensor) else list(labels)
-    if names is not None and len(names) != len(mean):
-        raise ValueError(f"labels must have one entry per row, {len(mean)}; got {len(names)}.")
+    if labels is None:
+        labels = ["rows"] * len(mean)
+    names = labels.tolist() if isinstance(labels, Tensor) else list(labels)
     first, second = relevance(model).order[:2].tolist() if dims is None else dims
     chosen = [first, second]
     if ax is None:
@@ -116,12 +116,9 @@ def plot_latents(
     if shade:
         _shade(ax, model, mean, chosen, resolution)
     points = mean[:, chosen].cpu().numpy()
-    if names is None:
-        ax.scatter(points[:, 0], points[:, 1], s=8, linewidths=0)
-    else:
-        for name, marker in zip(sorted(set(names)), itertools.cycle(_MARKERS), strict=False):
-            rows = [label == name for label in names]
-            ax.scatter(points[rows, 0], points[rows, 1], s=10, marker=marker, linewidths=0, label=str(name))
+    for name, marker in zip(sorted(set(names)), itertools.cycle(_MARKERS), strict=False):
+        rows = [label == name for label in names]
+        ax.scatter(points[rows, 0], points[rows, 1], s=10, marker=marker, linewidths=0, label=str(name))
     inducing = model.variational_strategy.inducing_points.detach()[:, chosen].cpu().numpy()
     ax.scatter(inducing[:, 0], inducing[:, 1], marker="x", s=18, c="black", linewidths=0.8, label="inducing points")
     ax.set_xlabel(f"latent dimension {first}")
