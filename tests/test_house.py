@@ -31,8 +31,12 @@ CORE = {
     "mlls",
     "collapsed",
     "kernels",
+    "gplvm",
     "settings",
+    "modes",
 }
+# Parts of its rooms that predict, and so belong to the shell.
+SHELL = {"gplvm/inference.py", "gplvm/report.py"}
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp", *sys.stdlib_module_names}
 MOST_LINES, MOST_NAMES = 250, 36
 
@@ -48,6 +52,10 @@ def place(path: Path, node: ast.AST) -> str:
 
 def room(path: Path) -> str:
     return path.relative_to(ROOT / "tighter_gp").with_suffix("").parts[0]
+
+
+def in_core(path: Path) -> bool:
+    return room(path) in CORE and path.relative_to(ROOT / "tighter_gp").as_posix() not in SHELL
 
 
 def module_of(path: Path) -> str:
@@ -95,7 +103,7 @@ def lines_of_code(path: Path) -> int:
 def test_the_core_never_imports_the_shell():
     found = []
     for path, node, base, name in imports(PACKAGE):
-        if room(path) in CORE and base.split(".")[0] == "tighter_gp":
+        if in_core(path) and base.split(".")[0] == "tighter_gp":
             target = base.split(".")[1] if "." in base else name
             if target not in CORE:
                 found.append(f"{place(path, node)}: {target}")
@@ -103,7 +111,7 @@ def test_the_core_never_imports_the_shell():
 
 
 def test_the_core_keeps_no_hidden_state_and_needs_torch_and_gpytorch_alone():
-    core = [path for path in PACKAGE if room(path) in CORE]
+    core = [path for path in PACKAGE if in_core(path)]
     banned = {"contextvars", "logging", "numpy"}
     found = [f"{place(p, n)}: {base}" for p, n, base, _ in imports(core, without_types=True) if base in banned]
     assert found == []

@@ -54,7 +54,6 @@ TARGETS = {
     "kernels/tighter_inducing_point_kernel.py": (f"{E}sgpr", f"{E}golden"),
     "predictions/last_term.py": ("predictions/test_last_term", f"{E}golden"),
     "predictions/densities.py": ("predictions/test_y",),
-    "predictions/given_f.py": ("predictions/test_y",),
     "training/guard.py": ("training/test_survival",),
     "training/batches.py": ("training/test_batches",),
 }

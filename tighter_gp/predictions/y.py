@@ -20,9 +20,8 @@ from ..data import Rows, num_rows
 from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..modes import chunks
-from .densities import Density, Gaussian, OneFunction, kind_of
+from .densities import Density, Gaussian, OneFunction, entries, kind_of
 from .f import f_at
-from .given_f import entries
 from .points import Marginals, add_noise, marginals
 
 _LARGEST = 2**22  # entries of one tensor on the way
@@ -141,10 +140,8 @@ class PredictiveDistribution:
             self._kind = kind_of(likelihood, f)
             first = self._density(slice(0, 1))  # its likelihood says what one y is
             conditional = first.conditional(first.f.mean.unsqueeze(0))
-            self._base, tasks = (
-                type(entries(conditional)),
-                (conditional.batch_shape + conditional.event_shape)[1 + num_dims :],
-            )
+            shape = conditional.batch_shape + conditional.event_shape  # 1 x ... x N, or 1 x ... x N x T
+            self._base, tasks = type(entries(conditional)), shape[1 + num_dims :]
         self._y_shape = f.mean.shape[int(is_mixture) : num_dims] + tasks
         self._y_dim = -1 - len(tasks)  # the dimension of the targets that counts the points
         self._is_exact = self._kind is Gaussian and not is_mixture  # y is Gaussian
@@ -276,11 +273,8 @@ class PredictiveDistribution:
 
 def _tensor(values: Any, like: Tensor) -> Tensor:
     """Numbers as a tensor on the device of another; floats of an array in its dtype."""
-    return (
-        Rows(values, like, name="y")[:]
-        if isinstance(values, np.ndarray)
-        else torch.as_tensor(values, device=like.device)
-    )
+    values = Rows(values, like, name="y")[:] if isinstance(values, np.ndarray) else values
+    return torch.as_tensor(values, device=like.device)
 
 
 def log_density(likelihood: Any, q: MultivariateNormal, y: Any, **kwargs: Any) -> Tensor:
