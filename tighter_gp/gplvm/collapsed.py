@@ -68,6 +68,11 @@ class LatentProblem(NamedTuple):
     observed: Tensor | None = None
     jitter: float = 0.0
 
+    @property
+    def seen(self) -> Tensor:
+        """Which entries count, ``N x P``."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.observed is None else self.observed
+
     def double(self) -> LatentProblem:
         """In float64, in which all functions compute: float32 does not hold the digits that their differences need."""
         tensors: dict[str, Any] = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
@@ -105,13 +110,6 @@ def _rbf(x1: Tensor, x2: Tensor, outputscale: Tensor, lengthscale: Tensor) -> Te
     return torch.exp(rows @ columns.mT)  # [A, B]
 
 
-def _inducing_cholesky(problem: LatentProblem) -> Tensor:
-    r""":math:`\mathrm{chol}(K_{ZZ} + \epsilon I)`, ``M x M``."""
-    z = problem.inducing_points
-    matrix = _rbf(z, z, problem.outputscale, problem.lengthscale)
-    return cholesky(matrix + problem.jitter * torch.eye(z.size(-2), dtype=z.dtype, device=z.device), name="K_ZZ")
-
-
 def statistics(problem: LatentProblem) -> Statistics:
     r"""All that the bounds need of the data, in :math:`O(N M^2 (Q + G))`.
 
@@ -123,7 +121,8 @@ def statistics(problem: LatentProblem) -> Statistics:
     problem = problem.double()
     mean, variance, z, outputscale, lengthscale, noise, _, observed, _ = problem
     num_inducing = z.size(-2)
-    chol = _inducing_cholesky(problem)
+    inducing = _rbf(z, z, outputscale, lengthscale)  # K_ZZ: [M, M]
+    chol = cholesky(inducing + problem.jitter * torch.eye(num_inducing).to(z), name="K_ZZ")
     pairs = psi2_pairs(mean, variance, z, outputscale, lengthscale)  # N x M(M+1)/2
     summed = pairs.sum(0, keepdim=True) if observed is None else observed.to(pairs).mT @ pairs
     psi2 = unpack_pairs(summed, num_inducing)  # 1 x M x M, or P x M x M
@@ -139,15 +138,12 @@ def statistics(problem: LatentProblem) -> Statistics:
 
 def _filled(problem: LatentProblem) -> Tensor:
     """Targets with zeros where nothing was observed, ``N x P``."""
-    return problem.targets if problem.observed is None else torch.where(problem.observed, problem.targets, 0.0)
+    return torch.where(problem.seen, problem.targets, 0.0)
 
 
 def _total(problem: LatentProblem, values: Tensor) -> Tensor:
-    """Sum over the observed entries of ``values``, ``N x P`` or ``N x 1`` for all outputs alike."""
-    num_outputs = problem.targets.size(-1)
-    if problem.observed is None:
-        return values.sum() * (num_outputs / values.size(-1))
-    return torch.where(problem.observed, values, 0.0).sum()
+    """Sum over the observed entries of ``values``, which broadcast to ``N x P``."""
+    return torch.where(problem.seen, values, 0.0).sum()
 
 
 def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
@@ -168,10 +164,9 @@ def collapsed_core(problem: LatentProblem, sums: Statistics) -> Tensor:
     noise = problem.noise.reshape(1, -1)  # [1, P] or [1, 1]
     num_outputs = sums.linear.size(0)
     core = collapse(sums.gram.expand(num_outputs, -1, -1), sums.linear)
-    log_noise = _total(problem, noise.log().expand(problem.targets.size(0), -1))
+    log_noise = _total(problem, noise.log())
     quadratic = (_filled(problem).square() / noise).sum() - (sums.linear * core.weights).sum()
-    count = problem.targets.numel() if problem.observed is None else problem.observed.sum().to(problem.targets.dtype)
-    return collapsed_log_prob(quadratic, core.log_det.sum(), log_noise, count)
+    return collapsed_log_prob(quadratic, core.log_det.sum(), log_noise, problem.seen.sum())
 
 
 def latent_kl(problem: LatentProblem) -> Tensor:

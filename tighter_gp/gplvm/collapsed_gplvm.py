@@ -26,8 +26,6 @@ from .collapsed import (
 from .data import as_observed
 from .latents import VariationalLatents
 
-BOUNDS = ("tighter", "constant", "titsias")
-
 # Up to two latent dimensions a product grid of this order, good to 1e-4 relative in the price; beyond, Sobol points.
 _GRID_ORDER = 20
 
@@ -90,7 +88,7 @@ class CollapsedBayesianGPLVM(Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_bound(bound, BOUNDS)
+        check_bound(bound, ("tighter", "constant", "titsias"))
         targets, observed = as_observed(targets, mask)
         if not latents.prior.has_closed_form:
             raise TypeError(
@@ -98,7 +96,9 @@ class CollapsedBayesianGPLVM(Module):
                 "use a Gaussian prior here, or train BayesianGPLVM, which samples."
             )
         latent_dim = latents.latent_dim
-        self.latents, self.bound, self._jitter_val = latents, bound, jitter_val
+        self.latents, self.bound = latents, bound
+        default = settings.variational_cholesky_jitter.value(dtype=inducing_points.dtype)
+        self.jitter_val = default if jitter_val is None else jitter_val
         self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
         self.covar_module = ScaleKernel(RBFKernel(ard_num_dims=latent_dim)) if covar_module is None else covar_module
         base: Any = getattr(self.covar_module, "base_kernel", None)
@@ -117,13 +117,6 @@ class CollapsedBayesianGPLVM(Module):
         for name, tensor in (("targets", targets), ("observed", observed), ("nodes", nodes), ("weights", weights)):
             self.register_buffer(name, tensor, persistent=False)
         self.to(inducing_points)
-
-    @property
-    def jitter_val(self) -> float:
-        """What is added to the diagonal of :math:`K_{ZZ}`."""
-        if self._jitter_val is None:
-            return settings.variational_cholesky_jitter.value(dtype=self.inducing_points.dtype)
-        return self._jitter_val
 
     def problem(self) -> LatentProblem:
         """The parameters and the data, for the functions of :mod:`~tighter_gp.gplvm.collapsed`."""
