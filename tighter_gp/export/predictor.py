@@ -49,7 +49,8 @@ class ExportedPredictor(torch.nn.Module):
         if self.points.dtype == torch.float64:
             x = x.double()  # a module of this precision inside, whatever comes
         projection = self.kernel(x, self.points) @ self.inverse_root  # rows of A, B x M
-        mean = x @ self.weights + self.constant + projection @ self.q_mean
+        mean = x @ self.weights + self.constant + projection @ self.q_mean  # mu: [B]
+        # d_n = k_nn - a_n'a_n, and s_n = |R'a_n|^2 with R R' the covariance of q(w)
         residual = (self.kernel.variance(x) - projection.square().sum(-1)).clamp_min(0.0)
         variance = (projection @ self.q_root).square().sum(-1) + residual + self.jitter
         y_mean, y_variance = self.response(mean, variance)

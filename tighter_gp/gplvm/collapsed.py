@@ -128,9 +128,9 @@ def statistics(problem: LatentProblem) -> Statistics:
     psi2 = unpack_pairs(summed, num_inducing)  # 1 x M x M, or P x M x M
     gram = project(chol, project(chol, psi2).mT) / noise.reshape(-1, 1, 1)  # G x M x M
     # tr(K_ZZ^{-1} Psi_2^{(n)}): each pair off the diagonal counts twice.
-    inverse = torch.cholesky_inverse(chol)
+    inverse = torch.cholesky_inverse(chol)  # [M, M]
     weights = pack_pairs(2 * inverse - torch.diag_embed(inverse.diagonal()))
-    residual = (psi0(mean, outputscale) - pairs @ weights).clamp_min(0.0)
+    residual = (psi0(mean, outputscale) - pairs @ weights).clamp_min(0.0)  # <d_n>: [N]
     filled = _filled(problem)
     linear = project(chol, psi1(mean, variance, z, outputscale, lengthscale).mT @ filled).mT / noise.reshape(-1, 1)
     return Statistics(chol, 0.5 * (gram + gram.mT), linear, residual)
@@ -193,7 +193,7 @@ def residual_at(problem: LatentProblem, chol: Tensor, nodes: Tensor) -> Tensor:
         torch.Size([5, 8])
     """
     problem = problem.double()
-    x = problem.mean + problem.variance.sqrt() * nodes
+    x = problem.mean + problem.variance.sqrt() * nodes  # [S, N, Q]
     cross = _rbf(problem.inducing_points, x.flatten(0, 1), problem.outputscale, problem.lengthscale)
     return residual_variance(problem.outputscale, project(chol, cross)).reshape(x.shape[:-1])
 
@@ -256,7 +256,7 @@ def tighter_bound(
         True
     """
     sums = statistics(problem) if sums is None else sums
-    price = torch.log1p(residual_at(problem, sums.chol, nodes).unsqueeze(-1) / problem.noise)
+    price = torch.log1p(residual_at(problem, sums.chol, nodes).unsqueeze(-1) / problem.noise)  # [S, N, P or 1]
     price = price.mean(0) if weights is None else torch.tensordot(weights.double(), price, dims=1)
     return _bound(problem, sums, price, kl)
 

@@ -160,7 +160,7 @@ class LatentVariableELBO(MarginalLogLikelihood):
         with settings.observation_nan_policy("ignore" if observed is None else "fill"):
             terms = self.elbo(q_f, target.mT.repeat(1, num_samples).to(x), **kwargs)  # one value per output
         return LatentELBOTerms(
-            log_likelihood=terms.log_likelihood.sum(-1),
+            log_likelihood=terms.log_likelihood.sum(-1),  # over outputs; a mean over rows and samples
             kl_divergence=terms.kl_divergence.sum(-1) * num_samples,
             latent_kl=self.beta * self.model.latents.prior.kl_divergence(q_x, x).mean(),
             log_prior=x.new_zeros(()) + log_prior(self) / self.num_data,

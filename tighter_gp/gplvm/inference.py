@@ -157,8 +157,7 @@ def infer_latents(
         first_guess = _first_guess(model, num_candidates)
         for rows in chunks(len(targets), batch_size):
             found.append(_optimise(elbo, first_guess(targets[rows]), targets[rows], num_steps, lr, num_samples))
-    mean, stddev = (torch.cat(values) for values in zip(*((q.mean, q.stddev) for q in found), strict=True))
-    return Normal(mean, stddev, validate_args=False)
+    return Normal(torch.cat([q.mean for q in found]), torch.cat([q.stddev for q in found]), validate_args=False)
 
 
 @torch.no_grad()
@@ -181,11 +180,8 @@ def _first_guess(model: Any, count: int) -> Callable[[Tensor], Normal]:
         cross = targets.nan_to_num(nan=0.0) @ reconstruction.mT
         best = (observed.to(targets) @ reconstruction.square().mT - 2 * cross).argmin(-1)
         anything = observed.any(-1, keepdim=True)
-        mean, stddev = (
-            torch.where(anything, q_x.mean[best], prior_mean),
-            torch.where(anything, q_x.stddev[best], prior_stddev),
-        )
-        return Normal(mean, stddev, validate_args=False)
+        mean = torch.where(anything, q_x.mean[best], prior_mean)  # [B, Q]
+        return Normal(mean, torch.where(anything, q_x.stddev[best], prior_stddev), validate_args=False)
 
     return nearest
 

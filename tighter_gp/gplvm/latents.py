@@ -170,22 +170,15 @@ class VariationalLatents(Latents):
 
     @classmethod
     def from_pca(
-        cls,
-        targets: Tensor,
-        latent_dim: int,
-        prior: Distribution | None = None,
-        stddev: Tensor | float = 0.1,
-        *,
-        mask: Tensor | None = None,
-        sparse: bool = True,
+        cls, targets: Tensor, latent_dim: int, *args: Any, mask: Tensor | None = None, **kwargs: Any
     ) -> VariationalLatents:
-        r"""Means at the unit-variance scores of the first principal components.
+        r"""Means at the unit-variance scores of the first principal components; other arguments as of the class.
 
         :param targets: Data, ``N x P``; NaN marks a missing entry.
         :param latent_dim: :math:`Q \le P`.
         :param mask: True where observed, ``N x P``.
         """
-        return cls(principal_components(targets, latent_dim, mask).scores, prior, stddev, sparse=sparse)
+        return cls(principal_components(targets, latent_dim, mask).scores, *args, **kwargs)
 
     @property
     def stddev(self) -> Tensor:

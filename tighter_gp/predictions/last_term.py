@@ -62,7 +62,7 @@ class LastTerm:
         self.posterior = posterior = posterior.factorized(x)
         self.x = x[..., rows, :]
         points = posterior.prior(self.x)
-        self.matrix, self.residual = points.matrix, points.residual
+        self.matrix, self.residual = points.matrix, points.residual  # A: [..., M, N], d: [..., N]
         if training is not None:
             noise = noise[..., rows].to(self.residual)
             self.scale = _collapsed_scale(training.bound, last_term, self.residual, noise)
@@ -75,6 +75,7 @@ class LastTerm:
             return
         covariance = posterior.prior.residual_covariance(self.x, self.x, self.matrix, self.matrix)  # D: [..., N, N]
         if self.name == "optimal":
+            # chol(D + Sigma): [..., N, N]
             self.factor = cholesky(covariance + torch.diag_embed(self.stddev.square()), name="D + noise")
         else:
             self.root = _inverse_root(covariance, self.stddev)
@@ -103,7 +104,7 @@ class LastTerm:
             values = values.expand(*nearest.shape[:-1], *values.shape[-2:])
             return values.gather(-2, nearest.unsqueeze(-1).expand(*nearest.shape, values.size(-1)))
 
-        x, matrix = gather(self.x), gather(self.matrix.mT).mT
+        x, matrix = gather(self.x), gather(self.matrix.mT).mT  # [B, ..., b, D] and [B, ..., M, b]
         stddev, scale = (gather(values.unsqueeze(-1)).squeeze(-1) for values in (self.stddev, self.scale))
         root = _inverse_root(self.posterior.prior.residual_covariance(x, x, matrix, matrix), stddev)
         own = gather(cross.movedim(-1, 0).unsqueeze(-1))  # [B, ..., b, 1]

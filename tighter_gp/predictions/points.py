@@ -98,7 +98,7 @@ def _within_points(covar: LinearOperator, shape: torch.Size, interleaved: bool) 
         return _within_points(covar.base_linear_op, shape, interleaved).sum(-4)
     if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
         points, tasks = covar.linear_ops  # as in an LMC
-        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)
+        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)  # k_nn times T x T
     places = torch.arange(shape.numel(), device=covar.device)
     places = (places.view(shape) if interleaved else places.view(shape[::-1]).mT).unsqueeze(-1)  # [N, T, 1]
     return covar[..., places, places.mT]
@@ -134,7 +134,7 @@ def add_noise(likelihood: Any, f: Marginals, inputs: Any = None, **given: Tensor
             f = f._replace(covariance=torch.diag_embed(f.variance))
     else:
         noise = _noise_at(likelihood, f, inputs, **given)
-    variance = (f.variance + noise).expand(shape)
+    variance = (f.variance + noise).expand(shape)  # [..., N] or [..., N, T]
     if f.covariance is None:
         return f._replace(variance=variance)
     matrix = torch.diag_embed(noise.expand(shape)) if matrix is None else matrix
