@@ -163,6 +163,22 @@ def test_improbable_label_has_its_logarithm():
     close(actual, special.log_ndtr(np.array([-30.0, -200.0]) / np.sqrt([2.0, 5.0])))
 
 
+def test_an_outlier_has_its_density():
+    """A thousand scales away, where a rule around the mean or around the peak of the noise would miss what counts."""
+    q, y, scale = q_of([2.5, 0.3], [1e-4, 0.5]), torch.tensor([60.0, -40.0]), 0.03
+    likelihood = likelihoods.LaplaceLikelihood()
+    likelihood.noise = scale**2
+    variance, distance = np.array([1e-4, 0.5]), np.array([57.5, 40.3])
+    tail = (
+        variance / (2 * scale**2) - distance / scale - math.log(2 * scale)
+    )  # the other side of the kink counts nothing
+    close(tighter_gp.log_density(likelihood, q, y), tail)
+    likelihood = likelihoods.StudentTLikelihood()
+    likelihood.deg_free, likelihood.noise = 4.0, scale**2
+    expected = stats.t(4.0, [2.5, 0.3], scale).logpdf(y)  # that of f counts nothing, nearly
+    close(tighter_gp.log_density(likelihood, q, y), expected, atol=0.01)
+
+
 def test_missing_targets_give_nan_and_leave_the_others_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -14,35 +14,14 @@ from ..likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 from ..maths.quadrature import normal_rule
 from ..predictions.densities import student_t_moments
 
-
-def _rbf(squared: Tensor, alpha: Tensor | None) -> Tensor:
-    return torch.exp(-0.5 * squared)
-
-
-def _rq(squared: Tensor, alpha: Any) -> Tensor:
-    return torch.exp(-alpha * torch.log1p(squared / (2 * alpha)))
-
-
-def _matern12(squared: Tensor, alpha: Tensor | None) -> Tensor:
-    return torch.exp(-squared.sqrt())
-
-
-def _matern32(squared: Tensor, alpha: Tensor | None) -> Tensor:
-    return (1 + squared.sqrt()) * torch.exp(-squared.sqrt())
-
-
-def _matern52(squared: Tensor, alpha: Tensor | None) -> Tensor:
-    return (1 + squared.sqrt() + squared / 3) * torch.exp(-squared.sqrt())
-
-
-# From squared distances in lengthscales. The constants of Matérn kernels go with the lengthscale: in a graph a number may be
-# rounded to float32.
+# From squared distances in lengthscales, by kind or smoothness. The constants of Matérn kernels go with the lengthscale: in a
+# graph a number may be rounded to float32.
 _PROFILES: dict[Any, Any] = {
-    kernels.RBFKernel: _rbf,
-    kernels.RQKernel: _rq,
-    0.5: _matern12,
-    1.5: _matern32,
-    2.5: _matern52,
+    kernels.RBFKernel: lambda squared, alpha: torch.exp(-0.5 * squared),
+    kernels.RQKernel: lambda squared, alpha: torch.exp(-alpha * torch.log1p(squared / (2 * alpha))),
+    0.5: lambda squared, alpha: torch.exp(-squared.sqrt()),
+    1.5: lambda squared, alpha: (1 + squared.sqrt()) * torch.exp(-squared.sqrt()),
+    2.5: lambda squared, alpha: (1 + squared.sqrt() + squared / 3) * torch.exp(-squared.sqrt()),
 }
 _COMBINED: dict[Any, Any] = {kernels.AdditiveKernel: torch.add, kernels.ProductKernel: torch.mul}
 _KERNELS = {*_PROFILES, *_COMBINED, kernels.MaternKernel, kernels.LinearKernel, kernels.ScaleKernel}
@@ -76,7 +55,7 @@ class PlainKernel(torch.nn.Module):
         elif not parts:
             scale = kernel.lengthscale.reshape(-1) / (math.sqrt(2 * nu) if nu else 1)
         self.parts = torch.nn.ModuleList(PlainKernel(part, select=not is_scale) for part in parts)
-        self.combine, self.profile = _COMBINED.get(kind, torch.mul), _PROFILES.get(nu or kind)
+        self.kind = nu or kind
         dims, alpha = kernel.active_dims if select else None, getattr(kernel, "alpha", None)
         for name, value in (("dims", dims), ("scale", scale), ("alpha", alpha)):
             self.register_buffer(name, None if value is None else value.detach().clone())
@@ -86,13 +65,14 @@ class PlainKernel(torch.nn.Module):
         if self.dims is not None:
             x, z = x.index_select(-1, self.dims), z.index_select(-1, self.dims)
         if self.parts:
-            return self.scale * functools.reduce(self.combine, [part(x, z) for part in self.parts])
-        if self.profile is None:
+            combine = _COMBINED.get(self.kind, torch.mul)
+            return self.scale * functools.reduce(combine, [part(x, z) for part in self.parts])
+        if self.kind is kernels.LinearKernel:
             return (x * self.scale) @ z.transpose(-2, -1)  # older ONNX exporters know no .mT
         centre = z.mean(-2, keepdim=True)
         x, z = (x - centre) / self.scale, (z - centre) / self.scale
         norms = x.square().sum(-1, keepdim=True) + z.square().sum(-1).unsqueeze(-2)
-        return self.profile((norms - 2 * x @ z.transpose(-2, -1)).clamp_min(0.0), self.alpha)
+        return _PROFILES[self.kind]((norms - 2 * x @ z.transpose(-2, -1)).clamp_min(0.0), self.alpha)
 
     def variance(self, x: Tensor) -> Tensor:
         """Its diagonal, ``B``: each point with itself, at a distance of exactly zero."""

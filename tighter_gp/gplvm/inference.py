@@ -19,8 +19,6 @@ from .data import as_observed
 from .elbo import LatentVariableELBO
 from .latents import VariationalLatents
 
-_DECODED = 256  # points at once, of which GPyTorch's own strategies compute the whole covariance
-
 
 class Reconstruction(NamedTuple):
     """Predictive mean and variance of the data, noise included; ``B x P`` each.
@@ -104,7 +102,8 @@ def _by_rows(
         for rows in [*chunks(len(means), max(1, batch_size // num_samples))] or [slice(0, 0)]:
             mean, stddev = means[rows], stddevs[rows]
             draws = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
-            f = f_at(model, (mean + stddev * draws).flatten(0, 1), batch_size=_DECODED)  # [P, S B]
+            x_drawn = (mean + stddev * draws).flatten(0, 1)  # [S B, Q]
+            f = f_at(model, x_drawn, batch_size=max(1, len(x_drawn)))  # [P, S B]
             f = f.map(lambda value: value.unflatten(-1, (num_samples, -1)).movedim(1, 0))  # [S, P, B]
             parts.append(compute(PredictiveDistribution(model.likelihood, f, is_mixture=True), rows))
     return torch.cat(parts, -2)
