@@ -122,7 +122,8 @@ def statistics(problem: LatentProblem) -> Statistics:
     mean, variance, z, outputscale, lengthscale, noise, _, observed, _ = problem
     num_inducing = z.size(-2)
     inducing = _rbf(z, z, outputscale, lengthscale)  # K_ZZ: [M, M]
-    chol = cholesky(inducing + problem.jitter * torch.eye(num_inducing).to(z), name="K_ZZ")
+    jitter = problem.jitter * torch.eye(num_inducing, dtype=z.dtype, device=z.device)
+    chol = cholesky(inducing + jitter, name="K_ZZ")
     pairs = psi2_pairs(mean, variance, z, outputscale, lengthscale)  # N x M(M+1)/2
     summed = pairs.sum(0, keepdim=True) if observed is None else observed.to(pairs).mT @ pairs
     psi2 = unpack_pairs(summed, num_inducing)  # 1 x M x M, or P x M x M
