@@ -105,6 +105,7 @@ def _by_rows(
             x_drawn = (mean + stddev * draws).flatten(0, 1)  # [S B, Q]
             f = f_at(model, x_drawn, batch_size=max(1, len(x_drawn)))  # [P, S B]
             f = f.map(lambda value: value.unflatten(-1, (num_samples, -1)).movedim(1, 0))  # [S, P, B]
+            # The draws of x are components of a mixture, over which it is averaged.
             parts.append(compute(PredictiveDistribution(model.likelihood, f, is_mixture=True), rows))
     return torch.cat(parts, -2)
 

@@ -64,7 +64,7 @@ class LatentPrior(Module):
         if self.has_closed_form:
             return self._closed_form(q)  # type: ignore[return-value]
         samples = q.rsample(torch.Size([1])) if samples is None else samples
-        return -q.entropy().sum(-1) - self.log_prob(samples).mean(0)
+        return -q.entropy().sum(-1) - self.log_prob(samples).mean(0)  # E_q[log q - log p]: [B]
 
     def _closed_form(self, q: Normal) -> Tensor | None:
         try:
@@ -196,7 +196,7 @@ class VariationalLatents(Latents):
         """The Gaussians of some rows, batch shape ``B x Q``; of all rows without ``index``."""
         if index is None:
             return Normal(self.mean, self.stddev, validate_args=False)
-        mean = embedding(index, self.mean, sparse=self.sparse)
+        mean = embedding(index, self.mean, sparse=self.sparse)  # [B, Q], with a sparse gradient
         raw = embedding(index, self.raw_stddev, sparse=self.sparse)
         return Normal(mean, self.raw_stddev_constraint.transform(raw), validate_args=False)
 

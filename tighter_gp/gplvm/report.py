@@ -133,8 +133,7 @@ def _shade(ax: Any, model: Any, mean: Tensor, chosen: list[int], resolution: int
     steps = torch.linspace(0, 1, resolution, dtype=mean.dtype, device=mean.device).unsqueeze(-1)
     axis = (low - margin) + steps * (high - low + 2 * margin)  # resolution x 2
     grid = mean.median(0).values.repeat(resolution * resolution, 1)
-    across, up = torch.meshgrid(axis[:, 0], axis[:, 1], indexing="xy")
-    grid[:, chosen] = torch.stack([across.flatten(), up.flatten()], -1)
+    grid[:, chosen] = torch.cartesian_prod(axis[:, 1], axis[:, 0]).flip(-1)  # row by row, from the lowest
     variance = reconstruct(model, grid).variance.mean(-1).reshape(resolution, resolution)
-    extent = [axis[0, 0].item(), axis[-1, 0].item(), axis[0, 1].item(), axis[-1, 1].item()]
+    extent = axis[[0, -1]].mT.flatten().tolist()  # left, right, bottom, top
     ax.imshow(variance.cpu().numpy(), extent=extent, origin="lower", aspect="auto", cmap="Greys", alpha=0.6, zorder=0)

@@ -119,7 +119,8 @@ class Density:
 
     def total_moments(self, mean: Tensor, variance: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of a mixture from those of its parts, ``K x ...``."""
-        total = self.average(mean, log_weights)
+        total = self.average(mean, log_weights)  # [..., N]
+        # E[Var(y | f)] + Var(E[y | f])
         return total, self.average(variance + (mean - total).square(), log_weights)
 
     def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class Density:
             f = self.f.map(lambda value: value[component, points])
         else:
             f = self.f.map(lambda value: value.expand(num_samples, *value.shape))
-        return self.y_of(f.place(torch.randn_like(f.mean)))
+        return self.y_of(f.place(torch.randn_like(f.mean)))  # [S, N] or [S, N, T]
 
     def y_of(self, f: Tensor) -> Tensor:
         """A draw of y given f."""
@@ -171,7 +172,7 @@ class OneFunction(Density):
     def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
         """Nodes are dense around the quantile of f and its mirror image: y may rise or fall with f."""
         nodes, weights = normal_rule() if p is None else mirrored_rule(NormalDist().inv_cdf(p))
-        mean, stddev = self.f.mean, self.f.variance.clamp_min(0).sqrt()
+        mean, stddev = self.f.mean, self.f.variance.clamp_min(0).sqrt()  # [..., N] or [..., N, T]
         return self.conditional(mean + stddev * leading(nodes, mean)), weights.to(mean).log()
 
     def log_prob(self, y: Tensor, observed: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ class Gaussian(OneFunction):
         if self.f.covariance is None:
             return super().log_prob(y, observed)
         # A missing task becomes one of mean y and variance one that is independent of the others.
-        pairs = observed.unsqueeze(-1) & observed.unsqueeze(-2)
+        pairs = observed.unsqueeze(-1) & observed.unsqueeze(-2)  # [..., N, T, T]
         covariance = torch.where(pairs, self.f.covariance, torch.diag_embed((~observed).to(y)))  # [..., N, T, T]
         joint = MultivariateNormal(torch.where(observed, self.f.mean, y), covariance, validate_args=False)
         return self.over_components(joint.log_prob(y) + 0.5 * _LOG_2PI * (~observed).sum(-1))
@@ -221,7 +222,7 @@ class Probit(OneFunction):
 
     def nodes(self, p: float | None = None) -> tuple[Any, Tensor]:
         """One."""
-        link = self.link().unsqueeze(0)
+        link = self.link().unsqueeze(0)  # [1, ..., N]
         return Bernoulli(probs=ndtr(link), validate_args=False), link.new_zeros(1)
 
     def log_prob_of_entries(self, y: Tensor) -> Tensor:
@@ -269,6 +270,7 @@ class LaplaceNoise(ScaleMixture):
         """In closed form: either side of the kink is an exponential times a normal tail."""
         scale, stddev = self.likelihood.noise.sqrt(), self.f.variance.clamp_min(1e-20).sqrt()
         misfit, ratio = y - self.f.mean, stddev / scale
+        # p(y) = exp(r^2 / 2) [exp(-u / b) Phi(u / s - r) + exp(u / b) Phi(-u / s - r)] / 2b, with r = s / b and u the misfit
         above = log_ndtr(misfit / stddev - ratio) - misfit / scale
         below = log_ndtr(-misfit / stddev - ratio) + misfit / scale
         return 0.5 * ratio.square() + torch.logaddexp(above, below) - (2 * scale).log()
@@ -300,7 +302,7 @@ def _scale_mixture(
     places = first + (last - first) * leading(fractions, mean)
     t = width * torch.sinh(places)  # [K, ..., N]
     stddev = (variance + spread * torch.exp(-t)).sqrt()
-    log_weights = (torch.cosh(places).log() + log_density(t)).expand(stddev.shape)
+    log_weights = (torch.cosh(places).log() + log_density(t)).expand(stddev.shape)  # dt = w cosh(place) d(place)
     conditional = Normal(mean.expand(stddev.shape), stddev, validate_args=False)
     return conditional, log_weights - log_weights.logsumexp(0)
 

@@ -142,7 +142,7 @@ class PredictiveDistribution:
             conditional = first.conditional(first.f.mean.unsqueeze(0))
             shape = conditional.batch_shape + conditional.event_shape  # 1 x ... x N, or 1 x ... x N x T
             self._base, tasks = type(entries(conditional)), shape[1 + num_dims :]
-        self._y_shape = f.mean.shape[int(is_mixture) : num_dims] + tasks
+        self._y_shape = f.mean.shape[int(is_mixture) : num_dims] + tasks  # [..., N] or [..., N, T]
         self._y_dim = -1 - len(tasks)  # the dimension of the targets that counts the points
         self._is_exact = self._kind is Gaussian and not is_mixture  # y is Gaussian
 
@@ -154,7 +154,7 @@ class PredictiveDistribution:
 
     def _density(self, rows: slice) -> Density:
         given = {name: value[..., rows] if value.dim() else value for name, value in self._arguments.items()}
-        f = self._f.rows(rows).map(Tensor.double)
+        f = self._f.rows(rows).map(Tensor.double)  # integrals are in float64
         return self._kind(self._likelihood, f, given, self._is_mixture, self._num_samples, self._seed)
 
     @torch.no_grad()
