@@ -47,7 +47,7 @@ class LastTerm:
         noise: Any,
         subset: int | Tensor,
     ) -> None:
-        strategy, training, self.name = posterior.strategy, posterior.training, last_term
+        training, self.name = posterior.training, last_term
         if training is not None:
             x, noise, rows = training.x, training.noise, _with_target(training)
         elif x is None:
@@ -67,7 +67,8 @@ class LastTerm:
             noise = noise[..., rows].to(self.residual)
             self.scale = _collapsed_scale(training.bound, last_term, self.residual, noise)
         else:
-            noise, self.scale = _scales(strategy, likelihood, noise, rows, self.residual, x.size(-2))
+            given = {} if noise is None else {"noise": noise}
+            noise, self.scale = _scales(posterior.strategy, likelihood, given, x.size(-2), rows, self.residual)
         if noise is None and last_term == "optimal":
             raise ValueError("last_term='optimal' is for Gaussian noise; use 'exact' or 'subset'.")
         self.stddev = torch.ones_like(self.residual) if noise is None else noise.expand_as(self.residual).sqrt()
@@ -134,10 +135,10 @@ def _collapsed_scale(bound: str, last_term: str, residual: Tensor, noise: Tensor
 
 
 def _scales(
-    strategy: Any, likelihood: Likelihood | None, noise: Tensor | None, rows: Tensor, residual: Tensor, num_data: int
+    strategy: Any, likelihood: Any, given: dict[str, Tensor], num_data: int, rows: Tensor, residual: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """Noise variances of the training points, or None, and the scales :math:`m_n` of a strategy."""
-    conditional = strategy.conditional
+    conditional, batch = strategy.conditional, residual.shape[:-1]
     if conditional.is_gaussian_only:
         raise ValueError("The last term is known for one scale per point, not for Blocks. Use last_term='drop'.")
     if conditional.is_learned:
@@ -145,9 +146,8 @@ def _scales(
     if likelihood is None:
         raise ValueError("conditional='optimal' takes its scales from the noise: pass likelihood=.")
     require_gaussian(likelihood, "predict with conditional='optimal'")
-    given = {} if noise is None else {"noise": noise}
-    batch, shape = residual.shape[:-1], torch.Size([num_data])
-    noise = gaussian_noise(likelihood, batch, shape, **given).to(residual).expand(*batch, num_data)[..., rows]
+    noise = gaussian_noise(likelihood, batch, torch.Size([num_data]), **given)
+    noise = noise.to(residual).expand(*batch, num_data)[..., rows]  # [..., N]
     return noise, optimal_scale(residual, noise.reciprocal())
 
 
