@@ -30,7 +30,6 @@ CORE = {
     "strategies",
     "mlls",
     "collapsed",
-    "kernels",
     "settings",
 }
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp", *sys.stdlib_module_names}

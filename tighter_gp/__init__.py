@@ -13,12 +13,11 @@ from . import (
     settings,
     training,
 )
-from .collapsed import CollapsedGP, collapsed_bound
+from .collapsed import CollapsedGP, TighterInducingPointKernel, collapsed_bound
 from .conditionals import Blocks, PerPoint
 from .diagnostics import diagnose
 from .export import export_predictor
 from .full_data import evaluate_bound, set_optimal_q
-from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
 from .neighbours import NeighbourGP
 from .predictions import PredictiveDistribution, log_density, predict, predict_y

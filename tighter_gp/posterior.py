@@ -13,9 +13,8 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from .collapsed import CollapsedGP, DataSums, data_sums
+from .collapsed import CollapsedGP, DataSums, TighterInducingPointKernel, data_sums
 from .data import Rows
-from .kernels import TighterInducingPointKernel
 from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
 from .modes import chunks
@@ -75,17 +74,24 @@ class Posterior(NamedTuple):
         return points.mean + mean, explained + points.residual + self.jitter
 
 
+def with_target(likelihood: Any, y: Tensor) -> Tensor:
+    """Which targets there are; raises where NaN does not mean a missing one."""
+    seen = observed(likelihood, y, y.shape[-1:])
+    if seen is not None:
+        return seen.expand_as(y)
+    finite = torch.isfinite(y)
+    if not bool(finite.all()):
+        count = int((~finite).sum())
+        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
+    return finite
+
+
 def gathered(
     prior: Prior, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
 ) -> tuple[Prior, DataSums]:
     """The prior with its factor, and sums over a data set whose missing targets count for nothing."""
-    mask = observed(likelihood, y, y.shape[-1:])
-    if mask is None and not bool(torch.isfinite(y).all()):
-        count = int((~torch.isfinite(y)).sum())
-        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
-    precision = noise.double().reciprocal()
-    if mask is not None:
-        precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
+    seen = with_target(likelihood, y)
+    precision, y = noise.double().reciprocal() * seen, torch.where(seen, y, torch.zeros_like(y))
     prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
     return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
@@ -136,8 +142,7 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
         noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
         prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
         training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
-        labels = getattr(kernel.blocks, "labels", None)
-        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
+        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=kernel.labels)
     strategy = tighter_strategy(model)
     strategy.start_from_prior()
     points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)

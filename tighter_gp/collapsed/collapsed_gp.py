@@ -15,12 +15,12 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from ..likelihoods.family import family, gaussian_noise
-from ..maths.bounds import PENALTIES, check_bound, log_penalty
+from ..maths.bounds import PENALTIES, check_bound
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, explained_moments
 from ..prior import Prior
 from ..prior.projection import raise_if_not_finite
-from .core import chunked_bound, data_sums, detached, parameters_of
+from .core import chunked_bound, data_sums, detached
 from .prices import earlier_neighbours
 
 if TYPE_CHECKING:
@@ -71,11 +71,12 @@ def collapsed_bound(
     device = next((parameter.device for parameter in kernel.parameters()), None)
     x, y, inducing_points = _tensors(x, y, inducing_points, device)
     variances = _tensor(noise).to(y).expand(y.shape)
-    points = detached(inducing_points)
-    prior = kernel_prior(kernel, points[1], variances.detach(), jitter_val)
+    given = [detached(tensor) for tensor in (inducing_points, x, y, variances)]
+    points, x, y, variances = (leaf for _, leaf in given)
+    prior = kernel_prior(kernel, points, variances.detach(), jitter_val)
     sets = earlier_neighbours(prior, x, variances, num_neighbours, seed) if bound == "neighbours" else None
-    price = PENALTIES.get(bound, log_penalty)
-    return chunked_bound(prior, x, y, variances, price, chunk_size, [*parameters_of(kernel), points], sets)
+    leaves = [*((parameter, parameter) for parameter in kernel.parameters()), *given]
+    return chunked_bound(prior, x.__getitem__, y, variances, bound, chunk_size, leaves, sets)
 
 
 def kernel_prior(
@@ -204,11 +205,10 @@ class CollapsedGP(Module):
 
     def bound(self) -> Tensor:
         """The bound on the log evidence, summed over the data."""
-        leaves = parameters_of(self.covar_module, self.mean_module)
-        leaves.append((self.inducing_points, self.inducing_points))
-        price, noise = PENALTIES.get(self.bound_name, log_penalty), self.train_noise
-        data = (self.train_x, self.train_y, noise)
-        return chunked_bound(self.prior(), *data, price, self.chunk_size, leaves, self.neighbours)
+        noise = detached(self.train_noise)
+        leaves = [*((parameter, parameter) for parameter in self.parameters()), noise]
+        data = self.train_x.__getitem__, self.train_y, noise[1]
+        return chunked_bound(self.prior(), *data, self.bound_name, self.chunk_size, leaves, self.neighbours)
 
     @torch.no_grad()
     def posterior(self, dtype: torch.dtype | None = None) -> tuple[Prior, Whitened]:

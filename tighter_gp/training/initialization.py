@@ -16,12 +16,11 @@ from gpytorch.means import ConstantMean
 from torch import Tensor
 
 from ..checks import NUMERICAL_ERRORS, describe_hyperparameters
-from ..collapsed import CollapsedGP
+from ..collapsed import CollapsedGP, TighterInducingPointKernel
 from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
 from ..inducing import kmeans, split_inducing_points
-from ..kernels import TighterInducingPointKernel
 from ..likelihoods.expectations import expected_slopes
 from ..likelihoods.family import family, gaussian_noise, observed
 from ..likelihoods.targets import check_targets

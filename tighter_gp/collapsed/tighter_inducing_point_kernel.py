@@ -17,13 +17,13 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from torch import Tensor
 
-from ..collapsed.collapsed_gp import kernel_prior
-from ..collapsed.prices import price
-from ..conditionals import Blocks
+from ..conditionals import Blocks, block_table
 from ..likelihoods.family import family
 from ..maths.bounds import check_bound
 from ..maths.linalg import full_precision
 from ..prior import Prior, Projection
+from .collapsed_gp import kernel_prior
+from .prices import price
 from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
 
 
@@ -123,7 +123,9 @@ class TighterInducingPointKernel(InducingPointKernel):
         # A copy: GPyTorch's parameter would share its memory, perhaps with the training inputs.
         super().__init__(base_kernel, inducing_points.detach().clone(), likelihood, active_dims)
         self.bound = bound
-        self.blocks = None if blocks is None else Blocks(blocks)
+        labels = None if blocks is None else Blocks(blocks).labels
+        self.register_buffer("labels", labels, persistent=False)
+        self.register_buffer("_sets", None if labels is None else block_table(labels), persistent=False)
         self.jitter_val = jitter_val
         self._was_called = False
 
@@ -138,6 +140,14 @@ class TighterInducingPointKernel(InducingPointKernel):
         if self.bound in ("block", "full"):
             dtype = torch.float64  # their residual covariances are factorised
         return kernel_prior(self.base_kernel, self.inducing_points, noise.detach(), self.jitter_val, dtype=dtype)
+
+    def sets_of(self, num_data: int, rows: Tensor | None = None) -> Tensor | None:
+        """The points of each block, ``K x S``, of all data or of some rows; None without blocks."""
+        if self.labels is None:
+            return None
+        if len(self.labels) != num_data:
+            raise ValueError(f"blocks= has {len(self.labels)} labels, but there are {num_data} points.")
+        return self._sets if rows is None else block_table(self.labels[rows])
 
     def _project(self, x: Tensor) -> Projection:
         with full_precision(x.device.type):
@@ -179,7 +189,8 @@ class TighterInducingPointKernel(InducingPointKernel):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
         points = self._project(x1)
         within = partial(self.prior().residual_within, points, x1)
-        cost = lambda noise: price(self.bound, points.residual, noise, within, self.blocks)
+        sets = self.sets_of(x1.size(-2))
+        cost = lambda noise: price(self.bound, points.residual, noise, within, sets)
         term = CollapsedAddedLossTerm(points.residual.shape, self.likelihood, cost)
         self.update_added_loss_term("inducing_point_loss_term", term)
         covar = explained_covariance(points.matrix.mT, x1.dtype)
