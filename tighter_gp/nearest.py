@@ -44,23 +44,26 @@ class RowSearch(GP):
 
     @property
     def prior(self) -> Prior:
-        """The prior of the sparse GP, with what turns inputs into (prior mean, A, d)."""
-        owner = self.model if isinstance(self.model, CollapsedGP) else self.model.variational_strategy
-        return owner.prior()
+        """The prior of the sparse GP, which turns inputs into (prior mean, A, d)."""
+        return getattr(self.model, "variational_strategy", self.model).prior()
 
     def rows(self, rows: Tensor | slice) -> Tensor:
         """Inputs of training rows."""
         return self.x[rows].to(self.y)
 
     @torch.no_grad()
-    def nearest(self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None) -> Tensor:
+    def nearest(
+        self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None, num_neighbours: int | None = None
+    ) -> Tensor:
         """Positions of the nearest training rows, ``B x k``, in the metric of the kernel.
 
         :param x: Points, ``B x D``.
         :param own: Positions of these points among the rows, which are left out, ``B``.
         :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
+        :param num_neighbours: How many rows; default that of the model.
         """
-        count = min(self.num_neighbours + (own is not None), len(self.y))
+        wanted = self.num_neighbours if num_neighbours is None else num_neighbours
+        count = min(wanted + (own is not None), len(self.y))
         metric, points = self._metric(), self._features(x)
         visits = self._visits(points, metric, count, num_cells)
         distance = points.new_full((len(x), count), torch.inf)
@@ -78,7 +81,7 @@ class RowSearch(GP):
         if own is None:
             return found
         is_own = (found == own.unsqueeze(-1)).int()
-        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
+        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(wanted, len(self.y) - 1)]
 
     def _visits(
         self, points: Tensor, metric: Callable[[Tensor, Tensor], Tensor], count: int, num_cells: int | None
@@ -105,6 +108,7 @@ class RowSearch(GP):
 
     @property
     def _points(self) -> Tensor:
+        """The inducing points."""
         is_collapsed = isinstance(self.model, CollapsedGP)
         return self.model.inducing_points if is_collapsed else self.model.variational_strategy.all_points()
 
