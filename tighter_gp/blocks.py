@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from .conditionals.blocks import Blocks, block_table
-from .draws import permutation
 from .inducing import kmeans
 
 __all__ = ["BlockBatchSampler", "Blocks", "block_table", "partition"]
@@ -146,7 +145,8 @@ class BlockBatchSampler(Sampler[list[int]]):
         where = "cpu" if self.generator is None else self.generator.device
         point = torch.randint(int(self.sizes.sum()), (), generator=self.generator, device=where).cpu()
         first = torch.searchsorted(self.sizes.cumsum(0), point, right=True)
-        others = permutation(len(self.table) - 1, "cpu", self.generator)[: self.blocks_per_batch - 1]
+        others = torch.randperm(len(self.table) - 1, generator=self.generator, device=where).cpu()
+        others = others[: self.blocks_per_batch - 1]
         others = others + (others >= first)
         rows = self.table[torch.cat([first.view(1), others])].flatten()
         return rows[rows >= 0]

@@ -21,14 +21,14 @@ from torch import Tensor
 from .blocks import block_table, partition
 from .collapsed import DataSums
 from .collapsed.prices import earlier_neighbours, price, rows_within
-from .data import Rows, as_tensor, reference
+from .data import Rows, as_tensor, chunks, input_rows, reference
+from .draws import temporary_mode
 from .full_data import evaluate_bound
 from .likelihoods.family import gaussian_noise
 from .maths.bounds import PENALTIES, exact_log_evidence, optimal_scale
 from .maths.collapsed import collapse, collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
-from .modes import chunks, temporary_mode
 from .posterior import gathered, posterior_of, require_gaussian, tighter_copy
 from .prior import Prior
 
@@ -236,7 +236,7 @@ def diagnose(
     is_standard = isinstance(model, ApproximateGP) and type(model.variational_strategy) is VariationalStrategy
     model = tighter_copy(model) if is_standard else model
     like = reference(model, likelihood)
-    inputs, y = Rows(x, like, is_input=True), as_tensor(y, like)
+    inputs, y = input_rows(x, like), as_tensor(y, like)
     if y.dim() != 1 or inputs.shape[:-1] != y.shape:
         raise ValueError(
             f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."

@@ -1,14 +1,13 @@
-"""Seeds, and random numbers that leave the global random state as it was."""
+"""Seeds, random states and modes of a module: what is changed for a while and found again as it was."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 # Torch has one random state for all threads: those that train take turns, step by step.
 _RANDOM_STATE = threading.RLock()
@@ -46,11 +45,6 @@ def kept_states(generators: Iterable[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def drawn(seed: int, generator: torch.Generator | None, device: torch.device) -> AbstractContextManager[None]:
-    """Draws follow a seed, :func:`seeded`, unless they come from a generator."""
-    return seeded(seed, device) if generator is None else nullcontext()
-
-
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Whatever is drawn or seeded within it, the global state of the CPU and of a device is found again as it was."""
@@ -74,18 +68,13 @@ def _has_generator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "manual_seed")
 
 
-def standard_normal(shape: tuple[int, ...] | torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers of the dtype and on the device of ``like``; without a generator from the device's global one."""
-    where = like.device if generator is None else generator.device
-    return torch.randn(shape, dtype=like.dtype, device=where, generator=generator).to(like.device)
-
-
-def permutation(
-    size: int, device: torch.device | str, generator: torch.Generator | None, default: torch.device | str = "cpu"
-) -> Tensor:
-    """The numbers from 0 to ``size - 1`` in random order.
-
-    :param default: The device whose global generator is used without a generator.
-    """
-    where = default if generator is None else generator.device
-    return torch.randperm(size, device=where, generator=generator).to(device)
+@contextmanager
+def temporary_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
+    """``module.train(training)`` for the length of the block; each submodule gets its own mode back."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode

@@ -19,12 +19,12 @@ from .collapsed import CollapsedGP, TighterInducingPointKernel
 from .collapsed.core import chunked_bound
 from .collapsed.prices import earlier_neighbours
 from .conditionals import Blocks
-from .data import Rows, as_tensor, check_kind, reference
+from .data import Rows, as_tensor, check_kind, chunks, input_rows, reference
+from .draws import temporary_mode
 from .likelihoods.family import gaussian_noise
 from .likelihoods.targets import check_arguments, check_objective, check_targets
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
-from .modes import chunks, temporary_mode
 from .neighbours import NeighbourGP
 from .posterior import copied, exact_gp_prior, gathered, require_gaussian, tighter_copy, tighter_strategy, with_target
 from .strategies import TighterStrategy, gp_of
@@ -72,7 +72,7 @@ def evaluate_bound(
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
     dtype = reference(model, likelihood).dtype
     model, likelihood = in_float64(model, likelihood)
-    rows_of_x = Rows(x, reference(model, likelihood), is_input=True)
+    rows_of_x = input_rows(x, reference(model, likelihood))
     given = per_point(kwargs, likelihood, rows_of_x)
     if isinstance(model, (ExactGP, CollapsedGP)):
         y = as_tensor(y, rows_of_x.like)
@@ -234,7 +234,7 @@ def set_optimal_q(
         standard.variational_params_initialized.fill_(1)
         return
     strategy, like = tighter_strategy(model), reference(model, likelihood)
-    rows_of_x, y = Rows(x, like, is_input=True), as_tensor(y, like)
+    rows_of_x, y = input_rows(x, like), as_tensor(y, like)
     _check_targets(y, rows_of_x)
     given = {name: value[:] for name, value in per_point(kwargs, likelihood, rows_of_x).items()}
     noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **given).expand_as(y)

@@ -17,11 +17,13 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
-from .data import Rows, reference
+from .data import Rows, chunks, reference
 from .maths.linalg import full_precision
-from .modes import chunks
 
 Inputs = Tensor | np.ndarray
+
+# The floor of starting lengthscales as a fraction of the median distance, and the rows looked at for it.
+_FLOOR, _MOST_ROWS = 0.25, 1000
 
 METHODS = ("kmeans", "greedy", "random")
 
@@ -227,6 +229,33 @@ def median_lengthscale(x: Inputs, *, seed: int = 0, max_points: int = 1000) -> T
             f"All {min(len(rows), max_points)} inputs looked at are equal, so there is no distance to take."
         )
     return distances.median()
+
+
+@torch.no_grad()
+def start_lengthscales(rows: Tensor, centres: Tensor) -> Tensor:
+    r"""One lengthscale per input, which suits inputs in any units and cannot be tiny.
+
+    .. math:: \ell_j = \max\bigl(\sqrt D \operatorname{std}(z_j),\ \min(r / 4, \sqrt D \operatorname{std}(x_j))\bigr)
+
+    with :math:`r` the median distance of rows. Centres of k-means hardly differ in an input that few rows have, such as a
+    pixel at the border: the second term is for these.
+
+    :param rows: Training inputs, ``N x D``.
+    :param centres: Inducing points, ``M x D``.
+    :return: Shape ``D``.
+
+    Example:
+        >>> tighter_gp.inducing.start_lengthscales(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([[1.0, 1.0]]))
+        tensor([0.5000, 0.5000])
+    """
+    some = rows[:: -(-len(rows) // _MOST_ROWS)]
+    distances = torch.nn.functional.pdist(some)
+    positive = distances[distances > 0]
+    floor = _FLOOR * (positive.median() if len(positive) else distances.new_tensor(4.0))
+    root = rows.size(-1) ** 0.5
+    spread = root * some.std(-2, correction=0)
+    lowest = torch.where(spread > 0, torch.minimum(spread, floor), floor)  # a constant input has no say
+    return torch.maximum(root * centres.std(-2, correction=0), lowest)
 
 
 def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,9 @@ from gpytorch.variational import CholeskyVariationalDistribution, IndependentMul
 from torch import Tensor
 
 from .data import check_array, from_array
-from .inducing import kmeans
+from .inducing import kmeans, start_lengthscales
 from .likelihoods import BernoulliLogitLikelihood, HeteroscedasticGaussianLikelihood, PoissonLikelihood
 from .likelihoods.family import family
-from .starts import start_lengthscales
 from .strategies import TighterVariationalStrategy
 
 # Rows for k-means, of more data than that.

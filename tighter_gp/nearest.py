@@ -13,8 +13,7 @@ from gpytorch.models import GP
 from torch import Tensor
 
 from .collapsed import CollapsedGP
-from .data import check_array, from_array
-from .modes import chunks
+from .data import check_array, chunks, from_array
 from .prior import Prior
 from .prior.projection import diagonal
 

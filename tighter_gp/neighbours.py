@@ -26,12 +26,11 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from .collapsed.core import DataSums, data_sums, sums_of
-from .data import reference
+from .data import chunks, reference
 from .likelihoods.expectations import expected_slopes
 from .likelihoods.family import family, gaussian_noise
 from .maths.collapsed import collapse
 from .maths.linalg import full_precision
-from .modes import chunks
 from .nearest import RowSearch, as_rows
 from .posterior import posterior_of
 

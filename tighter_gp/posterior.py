@@ -14,10 +14,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from .collapsed import CollapsedGP, DataSums, TighterInducingPointKernel, data_sums
-from .data import Rows
+from .data import Rows, chunks
 from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
-from .modes import chunks
 from .prior import Prior, Projection
 from .strategies import TighterStrategy, TighterVariationalStrategy
 

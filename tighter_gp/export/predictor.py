@@ -9,9 +9,9 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from ..draws import temporary_mode
 from ..maths.linalg import cholesky
 from ..maths.moments import explained_root
-from ..modes import temporary_mode
 from ..posterior import posterior_of
 from ..predictions import predict
 from .plain_modules import PlainKernel, PlainResponse

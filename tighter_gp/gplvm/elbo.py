@@ -14,12 +14,12 @@ from gpytorch.mlls._approximate_mll import _ApproximateMarginalLogLikelihood
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..data import Rows, reference
+from ..data import Rows, chunks, reference
+from ..draws import temporary_mode
 from ..likelihoods.expectations import expected_log_prob
 from ..likelihoods.family import filled
 from ..mlls import TighterELBO
 from ..mlls.priors import log_prior
-from ..modes import chunks, temporary_mode
 from ..strategies import TighterStrategy
 from .data import as_observed
 

@@ -10,9 +10,9 @@ from gpytorch.mlls import VariationalELBO
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..draws import seeded
+from ..data import chunks
+from ..draws import seeded, temporary_mode
 from ..mlls import TighterELBO
-from ..modes import chunks, temporary_mode
 from ..predictions import PredictiveDistribution
 from ..predictions.f import f_at
 from ..predictions.points import Marginals, marginals

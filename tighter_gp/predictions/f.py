@@ -14,10 +14,9 @@ from gpytorch.models import GP, ApproximateGP, ExactGP
 from torch import Tensor
 
 from ..collapsed import CollapsedGP, TighterInducingPointKernel
-from ..data import as_tensor, input_rows, reference
-from ..draws import seeded
+from ..data import as_tensor, chunks, input_rows, reference
+from ..draws import seeded, temporary_mode
 from ..maths.linalg import full_precision
-from ..modes import chunks, temporary_mode
 from ..posterior import has_own_call, posterior_of
 from ..strategies import TighterStrategy
 from .last_term import LAST_TERMS, LastTerm

@@ -16,12 +16,11 @@ from gpytorch.models.deep_gps import DeepGP
 from gpytorch.models.deep_gps.dspp import DSPP
 from torch import Tensor
 
-from ..data import Rows, as_tensor, input_rows, num_rows
+from ..data import Rows, as_tensor, chunks, input_rows, num_rows
 from ..draws import seeded
 from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..maths.quadrature import smallest_integer, solve_increasing
-from ..modes import chunks
 from .densities import Classes, Density, Gaussian, OneFunction, VaryingNoise, kind_of, log_mean
 from .f import f_at
 from .points import Marginals, add_noise, marginals

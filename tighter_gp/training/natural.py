@@ -26,9 +26,9 @@ from gpytorch.variational import (
 )
 from torch import Tensor
 
+from ..data import spans
 from ..maths.linalg import triangular_inverse
 from ..maths.natural import data_sums, natural_step, reversed_factor, sum_to
-from ..modes import spans
 
 Size = float | Tensor
 

@@ -16,9 +16,8 @@ import torch
 from gpytorch.models.deep_gps import DeepGP
 
 from ..checks import NUMERICAL_ERRORS, first_line
-from ..draws import kept_states, own_random_state
+from ..draws import kept_states, own_random_state, temporary_mode
 from ..maths.linalg import full_precision
-from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
 from .advice import say_if_only_the_mean_was_learnt

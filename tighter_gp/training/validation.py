@@ -9,9 +9,8 @@ import torch
 from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
-from ..data import Rows, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
+from ..data import Rows, check_kind, chunks, fingerprint, first_parameter, input_rows, num_rows, row_dim
 from ..likelihoods.targets import check_arguments, check_targets
-from ..modes import chunks
 from ..predictions import predict_y
 
 
