@@ -1,18 +1,6 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
-from . import (
-    blocks,
-    conditionals,
-    diagnostics,
-    gplvm,
-    inducing,
-    likelihoods,
-    maths,
-    mlls,
-    models,
-    settings,
-    training,
-)
+from . import blocks, conditionals, diagnostics, gplvm, inducing, likelihoods, maths, mlls, models, settings, training
 from .collapsed import CollapsedGP, TighterInducingPointKernel, collapsed_bound
 from .conditionals import Blocks, PerPoint
 from .diagnostics import diagnose

@@ -6,6 +6,7 @@ on a draw of the inducing variables, here at all points of a strategy and in the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ class _CustomFit:
         self, mll: Any, closure: Any = None, closure_kwargs: Any = None, optimizer_kwargs: Any = None, **kwargs: Any
     ) -> Any:
         """Train by the recipe; further arguments are those of :func:`tighter_gp.fit`."""
-        (x,), arguments = self.train_inputs, {"progress": False, **kwargs}
-        if "steps" not in arguments:
-            arguments.setdefault("epochs", 100)
-        fit(self, mll.likelihood, x, self.train_targets, objective=lambda *_: mll, **arguments)
+        length = {} if "steps" in kwargs else {"epochs": 100}
+        options: dict[str, Any] = {"progress": False, **length, **kwargs}
+        (x,), y = self.train_inputs, self.train_targets
+        fit(self, mll.likelihood, x, y, objective=lambda *_: mll, **options)
         return mll.eval()
 
 
@@ -102,12 +103,12 @@ class SingleTaskTighterGP(ApproximateGPyTorchModel):
             if outcome_transform is not None:
                 y, _ = outcome_transform.train()(train_Y, X=x)
         if isinstance(inducing_points, Tensor):
-            points: dict[str, Any] = {"inducing_points": inducing_points}
+            kwargs["inducing_points"] = inducing_points
         else:
-            points = {"x": x, "num_inducing": min(inducing_points, len(x.unique(dim=0)))}
+            kwargs |= {"x": x, "num_inducing": min(inducing_points, len(x.unique(dim=0)))}
         is_single = y.size(-1) == 1
-        make: Any = _Regression if is_single else lambda **kw: _MultiOutputRegression(y.size(-1), **kw)
-        model = make(likelihood=likelihood, **points, **kwargs)
+        make: Any = _Regression if is_single else partial(_MultiOutputRegression, y.size(-1))
+        model = make(likelihood=likelihood, **kwargs)
         super().__init__(model, model.likelihood, y.size(-1))
         model.train_inputs, model.train_targets = [x], y.squeeze(-1) if is_single else y
         if outcome_transform is not None:
