@@ -24,12 +24,11 @@ from .collapsed.prices import earlier_neighbours, price, rows_within
 from .data import Rows, as_tensor, chunks, input_rows, reference
 from .draws import temporary_mode
 from .full_data import evaluate_bound
-from .likelihoods.family import gaussian_noise
 from .maths.bounds import PENALTIES, exact_log_evidence, optimal_scale
 from .maths.collapsed import collapse, collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
-from .posterior import gathered, posterior_of, require_gaussian, tighter_copy
+from .posterior import gathered, noise_of, posterior_of, require_gaussian, tighter_copy
 from .prior import Prior
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -242,7 +241,7 @@ def diagnose(
             f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
         )
     kwargs = {name: as_tensor(value, like, name) for name, value in kwargs.items()}
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
+    noise = noise_of(likelihood, y, **kwargs).double()
     found: dict[str, Any] = dict.fromkeys(("current", "block", "neighbours", "full", "evidence"))
     jitter = 0.0
     with temporary_mode(model, False), full_precision(y.device.type):

@@ -21,12 +21,20 @@ from .collapsed.prices import earlier_neighbours
 from .conditionals import Blocks
 from .data import Rows, as_tensor, check_kind, chunks, input_rows, reference
 from .draws import temporary_mode
-from .likelihoods.family import gaussian_noise
 from .likelihoods.targets import check_arguments, check_objective, check_targets
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .neighbours import NeighbourGP
-from .posterior import copied, exact_gp_prior, gathered, require_gaussian, tighter_copy, tighter_strategy, with_target
+from .posterior import (
+    copied,
+    exact_gp_prior,
+    gathered,
+    noise_of,
+    require_gaussian,
+    tighter_copy,
+    tighter_strategy,
+    with_target,
+)
 from .strategies import TighterStrategy, gp_of
 
 
@@ -124,7 +132,7 @@ def _collapsed_bound(
 ) -> Tensor:
     """The bound of a collapsed model at any data, missing targets left out."""
     require_gaussian(likelihood, "A collapsed bound")
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+    noise = noise_of(likelihood, y, **kwargs)
     seen = with_target(likelihood, y)
     if y.dim() > 1 and not bool(seen.all()):
         raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
@@ -237,7 +245,7 @@ def set_optimal_q(
     rows_of_x, y = input_rows(x, like), as_tensor(y, like)
     _check_targets(y, rows_of_x)
     given = {name: value[:] for name, value in per_point(kwargs, likelihood, rows_of_x).items()}
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **given).expand_as(y)
+    noise = noise_of(likelihood, y, **given)
     with temporary_mode(model, False), full_precision(like.device.type):
         _, sums = gathered(strategy.prior(), rows_of_x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)

@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from .collapsed import CollapsedGP, DataSums, TighterInducingPointKernel, data_sums
-from .data import Rows, chunks
+from .data import Rows, chunks, input_rows
 from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
 from .prior import Prior, Projection
@@ -73,6 +73,11 @@ class Posterior(NamedTuple):
         return points.mean + mean, explained + points.residual + self.jitter
 
 
+def noise_of(likelihood: Any, y: Tensor, **kwargs: Any) -> Tensor:
+    """Noise variances of targets ``... x N``; ``kwargs`` are what the likelihood takes per point."""
+    return gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+
+
 def with_target(likelihood: Any, y: Tensor) -> Tensor:
     """Which targets there are; raises where NaN does not mean a missing one."""
     seen = observed(likelihood, y, y.shape[-1:])
@@ -100,17 +105,12 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
     kernel = getattr(model, "covar_module", None)
     if not isinstance(kernel, TighterInducingPointKernel):
         raise TypeError(
-            "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
-            f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
+            "A collapsed model needs a TighterInducingPointKernel as its covar_module, with other kernels inside, as in "
+            f"TighterInducingPointKernel(ScaleKernel(...)); got {type(kernel).__name__}."
         )
     if kernel.likelihood is not model.likelihood:
-        raise ValueError(
-            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
-            "the same object."
-        )
-    y = model.train_targets
-    noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-    prior = kernel.prior(noise, dtype)
+        raise ValueError("The kernel was built with another likelihood than the model: build both with the same one.")
+    prior = kernel.prior(noise_of(model.likelihood, model.train_targets), dtype)
 
     def joint(x: Tensor) -> tuple[Tensor, LinearOperator]:
         """The prior mean at the inputs, and the covariance of what the kernel sees of them."""
@@ -119,8 +119,7 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
         covar = data.lazy_covariance_matrix
         if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not kernel:
             raise TypeError(
-                "forward of a collapsed model must return the covariance of its covar_module as it is; "
-                f"got {type(covar).__name__}."
+                f"forward must return the covariance of its covar_module as it is; got {type(covar).__name__}."
             )
         return data.mean, prior.joint(covar.x1)[1]
 
@@ -137,10 +136,11 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
         training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
         return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        kernel, (x,), y = model.covar_module, model.train_inputs, model.train_targets
-        noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
-        training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
+        (x,), y, likelihood = model.train_inputs, model.train_targets, model.likelihood
+        noise, prior = noise_of(likelihood, y), exact_gp_prior(model, dtype)
+        prior, sums = gathered(prior, input_rows(x, x), y, noise, likelihood)
+        kernel: Any = model.covar_module
+        training = TrainingData(x, observed(likelihood, y, y.shape[-1:]), noise, kernel.bound)
         return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=kernel.labels)
     strategy = tighter_strategy(model)
     strategy.start_from_prior()
