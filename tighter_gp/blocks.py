@@ -50,15 +50,16 @@ def partition(
             f"use max_size >= {-(-num_data // num_blocks)} or more blocks."
         )
     labels = x.new_full((num_data,), -1, dtype=torch.long)
-    room = labels.new_full((num_blocks,), size)
+    room = labels.new_full((num_blocks,), size)  # how many points each block still takes
     waiting = torch.arange(num_data, device=x.device)
     while len(waiting):
         # Each round fills at least one block or places every point.
         choice, distance = _nearest_with_room(x, waiting, centres, room, chunk_size)
         order = torch.argsort(distance, stable=True)
         order = order[torch.argsort(choice[order], stable=True)]  # by block, near points first
-        counts = torch.bincount(choice, minlength=num_blocks)
+        counts = torch.bincount(choice, minlength=num_blocks)  # [K]
         rank = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[choice[order]]
+        # Within its block each point has a rank, by its distance.
         placed = order[rank < room[choice[order]]]
         labels[waiting[placed]] = choice[placed]
         room -= torch.bincount(choice[placed], minlength=num_blocks)

@@ -268,7 +268,7 @@ def diagnose(
         found["current"] = evaluate_bound(model, likelihood, x, y, batch_size, objective=objective, **kwargs)
     for name, penalty in PENALTIES.items():
         found[name] = base - penalty(residual, noise)
-    ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())
+    ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())  # d_n / sigma_n^2 and m_n  [N]
     values: dict[str, Any] = {name: None if value is None else value.item() for name, value in found.items()}
     return Diagnosis(
         num_data=len(y),
@@ -295,8 +295,9 @@ def _second_pass(
     The upper bound lowers :math:`(Q + D + \Sigma)^{-1}` to :math:`(Q + (1 + t)\Sigma)^{-1}`, with :math:`t` the trace of
     :math:`\Sigma^{-1/2} D \Sigma^{-1/2}`, and the determinant to that of :math:`Q + \Sigma`.
     """
-    ratio = (sums.residual / noise).sum()
+    ratio = (sums.residual / noise).sum()  # t
     widths = torch.stack([torch.ones_like(ratio), 1 + ratio])  # 1 and 1 + t
+    # The best q(w) under noise of either width.
     core = collapse(sums.gram / widths.view(2, 1, 1), sums.linear / widths.view(2, 1))
     left, norms = [], []
     for rows in chunks(len(y), batch_size):
@@ -310,6 +311,7 @@ def _second_pass(
     counts = explained <= (1 - _UNEXPLAINED) * (sums.residual + explained)
     if (~counts).sum() > 2 * sums.linear.size(-1) or not counts.any():
         counts = torch.ones_like(counts)
+    # Root mean squared error over standard deviation, of the points that count.
     spread = (y.double() - y.double().mean()).square()[counts].sum()
     misfit = (squares[0, counts].sum() / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
     return base, upper, misfit

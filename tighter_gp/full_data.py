@@ -122,7 +122,7 @@ def _uncollapsed_bound(
             terms = mll(q, targets, **{name: value[rows] for name, value in kwargs.items()})
             log_likelihood, kl_divergence, _, *rest = terms
             check_objective(log_likelihood, q, targets)
-            added_loss, conditional = (*rest, 0.0, 0.0)[:2]
+            added_loss, conditional = (*rest, 0.0, 0.0)[:2]  # both per datum, as the expectation
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
     return data_terms - num_data * kl_divergence
 
@@ -133,10 +133,10 @@ def _collapsed_bound(
     """The bound of a collapsed model at any data, missing targets left out."""
     require_gaussian(likelihood, "A collapsed bound")
     noise = noise_of(likelihood, y, **kwargs)
-    seen = with_target(likelihood, y)
+    seen = with_target(likelihood, y)  # [..., N]
     if y.dim() > 1 and not bool(seen.all()):
         raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
-    rows = seen.reshape(-1, len(x))[0].nonzero().squeeze(-1)
+    rows = seen.reshape(-1, len(x))[0].nonzero().squeeze(-1)  # positions of rows with a target
     at = lambda part: x[rows[part]]
     y, noise, sets = y[..., rows], noise[..., rows], None
     with temporary_mode(model, False), full_precision(y.device.type):

@@ -63,8 +63,9 @@ class RowSearch(GP):
         """
         wanted = self.num_neighbours if num_neighbours is None else num_neighbours
         count = min(wanted + (own is not None), len(self.y))
-        metric, points = self._metric(), self._features(x)
-        visits = self._visits(points, metric, count, num_cells)
+        metric, points = self._metric(), self._features(x)  # [B, D]
+        visits = self._visits(points, metric, count, num_cells)  # [B, cells]
+        # The nearest so far, and their positions  [B, k].
         distance = points.new_full((len(x), count), torch.inf)
         found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
         for cell, rows in enumerate(self.cells):
@@ -73,13 +74,14 @@ class RowSearch(GP):
                 continue
             features = self._features(self.rows(rows))
             for part in visitors.split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
+                # The nearest of this cell, then of those with what was found before.
                 values, place = metric(points[part], features).topk(min(count, len(rows)), largest=False)
                 values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
                 distance[part] = values
                 found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
         if own is None:
             return found
-        is_own = (found == own.unsqueeze(-1)).int()
+        is_own = (found == own.unsqueeze(-1)).int()  # at most one per point, which goes last
         return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(wanted, len(self.y) - 1)]
 
     def _visits(
@@ -89,7 +91,7 @@ class RowSearch(GP):
         if len(self.cells) == 1:
             return torch.ones(len(points), 1, dtype=torch.bool, device=points.device)
         order = metric(points, self._features(self._points)).argsort(-1)  # [B, M]
-        sizes = torch.tensor([len(rows) for rows in self.cells], device=points.device)[order]
+        sizes = torch.tensor([len(rows) for rows in self.cells], device=points.device)[order]  # [B, M]
         wanted = sizes.cumsum(-1) - sizes < count
         wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
         return torch.zeros_like(wanted).scatter(-1, order, wanted)

@@ -168,26 +168,29 @@ class NeighbourGP(RowSearch):
         size, inputs = len(x), torch.cat([x, self.rows(distinct)])
         sets = torch.cat([torch.arange(size, device=x.device).unsqueeze(-1), size + place], -1)  # [B, 1 + k]
         prior = self.prior
-        p = prior(inputs)
+        p = prior(inputs)  # A  [M, B + distinct] and d
         D = prior.residual_within(p, inputs, sets).double()  # [B, 1 + k, 1 + k]
         columns = p.matrix.mT[sets]  # [B, 1 + k, M]
         a, A = columns[:, 0], columns[:, 1:]
         noisy = D[:, 1:, 1:] + torch.diag_embed(self._noise(near)).to(D)
         # No neighbours where rounding leaves no factor: an input so far off that no row is near.
         is_usable = (torch.linalg.cholesky_ex(noisy.detach()).info == 0).view(-1, 1, 1)
+        # chol(D_cc + Sigma_c)  [B, k, k]
         factor = torch.linalg.cholesky(torch.where(is_usable, noisy, torch.eye(near.size(-1)).to(D)))
         cross = torch.where(is_usable, D[:, 1:, :1], 0.0)  # [B, k, 1]
         seen = torch.linalg.solve_triangular(factor, cross, upper=False)
-        v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)
+        v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)  # [B, k, 1]
+        # d_* - D_*c (D_cc + Sigma_c)^-1 D_c*  [B]
         residual = (D[:, 0, 0] - seen.square().sum((-2, -1))).clamp_min(0).to(a)
         b = a - (A.mT @ v).squeeze(-1)  # [B, M]: what is left for q(w)
         q = collapse(self.gram.double(), self.linear.double())
-        weights, root = q.weights.to(a), q.root.to(a)
+        weights, root = q.weights.to(a), q.root.to(a)  # m  [M] and S = R R'  [M, M]
         mean = p.mean[:size] + b @ weights + (v.squeeze(-1) * (self.y[near] - p.mean[size:][place])).sum(-1)
         explained = (b @ root).square().sum(-1) + self.jitter
         if own is not None:  # without row n in q(w), in closed form
             noise_q = p.residual[:size] + self._noise(own)
             gain = a @ root @ root.mT / noise_q.unsqueeze(-1)  # [B, M]: S a_n / noise
+            # a'S a / noise and a'S b / noise: leverages of row n
             h, h_b = (gain * a).sum(-1).clamp_max(0.95), (gain * b).sum(-1)
             mean = mean - h_b * (self.y[own] - p.mean[:size] - a @ weights) / (1 - h)
             explained = explained + h_b.square() * noise_q / (1 - h)

@@ -69,7 +69,7 @@ class Posterior(NamedTuple):
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
-        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
+        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))  # A'm and s  [..., B]
         return points.mean + mean, explained + points.residual + self.jitter
 
 
@@ -95,7 +95,8 @@ def gathered(
 ) -> tuple[Prior, DataSums]:
     """The prior with its factor, and sums over a data set whose missing targets count for nothing."""
     seen = with_target(likelihood, y)
-    precision, y = noise.double().reciprocal() * seen, torch.where(seen, y, torch.zeros_like(y))
+    precision = noise.double().reciprocal() * seen  # 1 / sigma_n^2, zero where a target is missing  [..., N]
+    y = torch.where(seen, y, torch.zeros_like(y))
     prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
     return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 

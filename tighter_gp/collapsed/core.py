@@ -60,11 +60,11 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     gram: Tensor | float = 0.0
     linear: Tensor | float = 0.0
     residuals = []
-    for points, y, precision in batches:
+    for points, y, precision in batches:  # A  [..., M, B], y and 1 / sigma_n^2  [..., B]
         weighted = points.matrix * precision.to(points.matrix.dtype).unsqueeze(-2)  # [..., M, B]
         misfit = (y - points.mean).to(weighted.dtype).unsqueeze(-1)  # [..., B, 1]
-        gram = gram + (weighted @ points.matrix.mT).double()
-        linear = linear + (weighted @ misfit).squeeze(-1).double()
+        gram = gram + (weighted @ points.matrix.mT).double()  # [..., M, M]
+        linear = linear + (weighted @ misfit).squeeze(-1).double()  # [..., M]
         residuals.append(points.residual.double())
     assert isinstance(gram, Tensor)
     assert isinstance(linear, Tensor)
@@ -75,7 +75,7 @@ def sums_of(q: Whitened) -> dict[str, Tensor]:
     """The sums over data of which q(w) would be the best; a point mass gets a tiny variance."""
     stddev = torch.full_like(q.mean, 1e-6) if q.stddev is None else q.stddev
     root = (torch.diag_embed(stddev) if q.root is None else q.root).double()
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))  # S^-1 = I + G  [M, M]
     return {"gram": precision - torch.eye(len(root)).to(root), "linear": precision @ q.mean.double()}
 
 
@@ -151,7 +151,9 @@ def chunked_bound(
         best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
         covariance = torch.cholesky_inverse(best.factor)  # S = (I + G)^-1  [..., M, M]
         cost = PENALTIES[bound](residual, noise.double()) if bound in PENALTIES else residual.sum(-1) * 0
+        # d price / d d_n  [..., N]
         slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
+        # Values so far, and terms whose gradients are still to be taken.
         total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost
         for rows, points in walk():
             term = expected_log_prob(points, y[..., rows], noise[..., rows], best.weights, covariance)

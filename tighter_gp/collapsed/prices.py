@@ -71,14 +71,15 @@ def earlier_neighbours(prior: Prior, x: Tensor, noise: Tensor, num_neighbours: i
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
     x, noise, sets = x[order], noise[order], []
-    p = prior(x)
+    p = prior(x)  # A  [M, N] and d  [N]
     size = max(1, 2**22 // len(x))
     for start in range(0, len(x), size):
         rows = slice(start, min(start + size, len(x)))
+        # D of these points with all up to them  [B, stop]
         covariance = prior.residual_covariance(x[rows], x[: rows.stop], p.matrix[:, rows], p.matrix[:, : rows.stop])
-        gain = covariance.square() / (p.residual + noise)[: rows.stop]
+        gain = covariance.square() / (p.residual + noise)[: rows.stop]  # D_nm^2 / (d_m + sigma_m^2)
         gain = gain.tril(rows.start - 1)  # of earlier points
-        values, found = gain.topk(min(num_neighbours, rows.stop))
+        values, found = gain.topk(min(num_neighbours, rows.stop))  # [B, k]
         found = torch.where(values > 0, order[found], -1)
         missing = found.new_full((len(found), num_neighbours - found.size(-1)), -1)
         sets.append(torch.cat([missing, found.flip(-1), order[rows].unsqueeze(-1)], -1))

@@ -51,7 +51,7 @@ def _refuse_missing() -> None:
     if policy != "ignore":
         raise NotImplementedError(
             f"TighterInducingPointKernel does not see which targets are missing under observation_nan_policy({policy!r}); "
-            "drop the rows whose target is missing before building the ExactGP."
+            "drop the rows whose target is missing."
         )
 
 
@@ -108,16 +108,13 @@ class TighterInducingPointKernel(InducingPointKernel):
     ) -> None:
         check_bound(bound)
         if (bound == "block") != (blocks is not None):
-            came = "none" if blocks is None else f"them with bound={bound!r}"
-            raise ValueError(
-                f"blocks= and bound='block' belong together: the labels of the training points; got {came}."
-            )
+            got = "without" if blocks is None else "with"
+            raise ValueError(f"blocks= and bound='block' belong together; got bound={bound!r} {got} blocks=.")
         if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         if bound != "titsias" and isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
-            raise TypeError(
-                f"bound={bound!r} is for a single output; use bound='titsias' with {type(likelihood).__name__}."
-            )
+            kind = type(likelihood).__name__
+            raise TypeError(f"bound={bound!r} is for a single output; use bound='titsias' with {kind}.")
         if jitter_val < 0:
             raise ValueError(f"jitter_val must not be negative; got {jitter_val}.")
         # A copy: GPyTorch's parameter would share its memory, perhaps with the training inputs.
@@ -176,18 +173,16 @@ class TighterInducingPointKernel(InducingPointKernel):
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
         if self.training and not self._was_called:
             raise TypeError(
-                "TighterInducingPointKernel is inside another kernel, which would scale or add to what it explains but not "
-                "to the price of what it leaves. Put the other kernel inside: "
-                "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood). If it is in no other, "
-                "gpytorch.settings.lazily_evaluate_kernels is off: turn it on."
+                "TighterInducingPointKernel is inside another kernel, or gpytorch.settings.lazily_evaluate_kernels is off. "
+                "Put the other kernel inside, TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood)."
             )
         if self.training and self.bound == "titsias":
             _refuse_missing()  # GPyTorch's own term would let every row pay
         if not self.training or self.bound == "titsias":
             return super().forward(x1, x2, diag=diag, **kwargs)
-        if not torch.equal(x1, x2):
+        if x1 is not x2 and not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
-        points = self._project(x1)
+        points = self._project(x1)  # A  [..., M, N] and d  [..., N]
         within = partial(self.prior().residual_within, points, x1)
         sets = self.sets_of(x1.size(-2))
         cost = lambda noise: price(self.bound, points.residual, noise, within, sets)
