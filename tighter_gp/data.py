@@ -108,23 +108,19 @@ def input_rows(x: Tensor | np.ndarray, like: Tensor, name: str = "x") -> Rows:
     return Rows(x, like, is_input=True, name=name)
 
 
-def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y", *, is_input: bool = False) -> Tensor:
+def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y") -> Tensor:
     """All of some data as a floating point tensor: arrays become like the model, tensors keep their precision.
 
     :param values: A tensor or an array.
     :param like: Tensor whose dtype and device an array takes.
     :param name: What they are called in messages.
-    :param is_input: Whether these are inputs, ``N x D`` or ``N``.
 
     Example:
-        >>> tighter_gp.data.as_tensor(torch.arange(3).numpy(), torch.zeros(()), is_input=True).shape
-        torch.Size([3, 1])
+        >>> tighter_gp.data.as_tensor(torch.arange(3).numpy(), torch.zeros(()))
+        tensor([0., 1., 2.])
     """
-    if isinstance(values, Tensor):
-        check_array(name, values)
-        found = values.unsqueeze(-1) if is_input and values.dim() == 1 else values
-    else:
-        found = Rows(values, like, is_input=is_input, name=name)[:]
+    check_array(name, values)
+    found = values if isinstance(values, Tensor) else Rows(values, like, name=name)[:]
     return found if found.is_floating_point() else found.to(like.dtype)
 
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-# Torch has one random state for all threads: those that train take turns, step by step.
+# Torch has one random state for all threads.
 _RANDOM_STATE = threading.RLock()
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws on the CPU and on a device follow a seed; afterwards the global state is as it was."""
-    with kept_random_state(device):
+    with own_random_state(device):
         seed_generators(seed, device)
         yield
 
@@ -29,8 +29,10 @@ def seed_of(*parts: int) -> int:
 
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """The global random state is found again as it was, and no other thread that trains seeds it meanwhile."""
-    with _RANDOM_STATE, kept_random_state(device):
+    """The global state of the CPU and of a device is found again as it was; threads that seed it take turns."""
+    has_own = _has_generator(device)
+    kind = device.type if has_own else "cuda"
+    with _RANDOM_STATE, torch.random.fork_rng([device] if has_own else [], device_type=kind):
         yield
 
 
@@ -43,14 +45,6 @@ def kept_states(generators: Iterable[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-@contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded within it, the global state of the CPU and of a device is found again as it was."""
-    has_own = _has_generator(device)
-    with torch.random.fork_rng([device] if has_own else [], device_type=device.type if has_own else "cuda"):
-        yield
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
