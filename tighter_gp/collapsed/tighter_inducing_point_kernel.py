@@ -180,7 +180,7 @@ class TighterInducingPointKernel(InducingPointKernel):
             _refuse_missing()  # GPyTorch's own term would let every row pay
         if not self.training or self.bound == "titsias":
             return super().forward(x1, x2, diag=diag, **kwargs)
-        if x1 is not x2 and not torch.equal(x1, x2):
+        if not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
         points = self._project(x1)  # A  [..., M, N] and d  [..., N]
         within = partial(self.prior().residual_within, points, x1)
