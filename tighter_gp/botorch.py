@@ -193,13 +193,10 @@ class _Observations(Posterior):
 # -- function samples -----------------------------------------------------------------------------------------------------
 
 
-def _with_inputs(draw: Any) -> Any:
+def _draw_features(model: Any, strategy: Any, **kwargs: Any) -> Any:
     """BoTorch's own function, which asks how many inputs a plain GP has."""
-
-    def draw_kernel_feature_paths(model: Any, strategy: Any, **kwargs: Any) -> Any:
-        return draw(model, strategy, **{"num_inputs": strategy.inducing_points.size(-1), **kwargs})
-
-    return draw_kernel_feature_paths
+    draw = DrawKernelFeaturePaths.dispatch(ApproximateGP, VariationalStrategy)
+    return draw(model, strategy, **{"num_inputs": strategy.inducing_points.size(-1), **kwargs})
 
 
 def _at_all_points(draw: Any) -> Any:
@@ -240,12 +237,12 @@ def _update(
         raise NotImplementedError("Paths of a sparse GP take no noise_covariance.")
     points = strategy.all_points()
     prior = strategy(points, prior=True)
-    factor = strategy._cholesky_factor(prior.lazy_covariance_matrix).to_dense()
+    factor = strategy._cholesky_factor(prior.lazy_covariance_matrix).to_dense()  # L  [M, M]
     if target_values is None:
         q = strategy.whitened().to(factor.dtype)
         noise = torch.randn(sample_values.shape, dtype=factor.dtype, device=factor.device)
         spread = 0 if q.stddev is None else q.stddev * noise
-        draws = q.mean + (spread if q.root is None else (q.root @ noise.unsqueeze(-1)).squeeze(-1))
+        draws = q.mean + (spread if q.root is None else (q.root @ noise.unsqueeze(-1)).squeeze(-1))  # w  [..., M]
         target_values = prior.mean + (factor @ draws.unsqueeze(-1)).squeeze(-1)
     # The factor is that of K_ZZ with its jitter, and so must be the covariance of f(Z).
     sample_values = sample_values + strategy.jitter_val**0.5 * torch.randn_like(sample_values)
@@ -256,7 +253,6 @@ def _update(
 
 
 GaussianUpdate.add((ApproximateGP, TighterStrategy), _update)
-_draw_features = DrawKernelFeaturePaths.dispatch(ApproximateGP, VariationalStrategy)
-DrawKernelFeaturePaths.add((ApproximateGP, TighterStrategy), _with_inputs(_draw_features))
+DrawKernelFeaturePaths.add((ApproximateGP, TighterStrategy), _draw_features)
 for _kind in (ApproximateGP, ApproximateGPyTorchModel):
     DrawMatheronPaths.add((_kind,), _at_all_points(DrawMatheronPaths.dispatch(_kind)))

@@ -122,7 +122,8 @@ class Diagnosis:
                 "standard deviation. Scale the inputs to unit variance, and train again with initialize=True."
             )
             return
-        gain = self._per_point(self.tighter - self.titsias)
+        count = self.num_data
+        gain = (self.tighter - self.titsias) / count
         if self.mean_ratio < 2 * _NEGLIGIBLE:
             yield (
                 f"The inducing points explain nearly all of the prior variance (d/noise is {self.mean_ratio:.2g} on "
@@ -130,7 +131,7 @@ class Diagnosis:
             )
         elif self.evidence is not None and self.full is not None:
             # Beyond F_4: closed by correlating points, and by inducing points alone.
-            blocks, points = self._per_point(self.full - self.tighter), self._per_point(self.evidence - self.full)
+            blocks, points = (self.full - self.tighter) / count, (self.evidence - self.full) / count
             gap = gain + blocks + points
             yield (
                 f"Of the {gap:.2f} nats per point between the standard bound and the evidence, the tighter bound closes "
@@ -140,7 +141,7 @@ class Diagnosis:
             if max(blocks, points) > _NEGLIGIBLE:
                 yield f"Next: {'blocks' if blocks > points else 'more inducing points'}."
         else:
-            paid = self._per_point(self.nystrom - self.tighter)
+            paid = (self.nystrom - self.tighter) / count
             yield (
                 f"The tighter bound gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f} for "
                 "variance that the inducing points leave; more inducing points, or blocks of near points, lower that."
@@ -151,20 +152,16 @@ class Diagnosis:
                 "VariationalELBO."
             )
         if self.block is not None and self.mean_ratio >= 2 * _NEGLIGIBLE:
-            yield f"These blocks gain {self._per_point(self.block - self.tighter):.2f} nats per point."
+            yield f"These blocks gain {(self.block - self.tighter) / count:.2f} nats per point."
         best = self.titsias if self.is_standard else self.tighter
-        lost = 0.0 if self.current is None else self._per_point(best - self.current - self.jitter)
+        lost = 0.0 if self.current is None else (best - self.current - self.jitter) / count
         if lost > _NEGLIGIBLE:
             yield f"The current q(u) gives away {lost:.2f} nats per point against the best one; see set_optimal_q."
-        jitter = self._per_point(self.jitter)
-        if jitter > _NEGLIGIBLE:
+        if self.jitter / count > _NEGLIGIBLE:
             yield (
-                f"The jitter costs {jitter:.2f} nats per point beside this noise, which training inflates to avoid it: train "
-                "in float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)."
+                f"The jitter costs {self.jitter / count:.2f} nats per point beside this noise, which training inflates to avoid "
+                "it: train in float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)."
             )
-
-    def _per_point(self, value: float) -> float:
-        return value / self.num_data
 
     def __str__(self) -> str:
         quantiles = lambda values: "  ".join(f"{value:.3g}" for value in values)
@@ -181,8 +178,8 @@ class Diagnosis:
         for name, title in _TITLES.items():
             value = getattr(self, name)
             if value is not None:
-                above = self._per_point(value - self.titsias)
-                lines.append(f"{title:18}{value:>14.3f}{self._per_point(value):>12.4f}{above:>+12.4f}")
+                each, above = value / self.num_data, (value - self.titsias) / self.num_data
+                lines.append(f"{title:18}{value:>14.3f}{each:>12.4f}{above:>+12.4f}")
         return "\n".join([*lines, *self._advice()])
 
 
