@@ -21,14 +21,14 @@ from torch import Tensor
 from .blocks import block_table, partition
 from .collapsed import DataSums
 from .collapsed.prices import earlier_neighbours, price, rows_within
-from .data import Rows, as_tensor, chunks, input_rows, reference
+from .data import Rows, chunks, input_rows, reference
 from .draws import temporary_mode
-from .full_data import evaluate_bound
+from .full_data import evaluate_bound, per_point, targets_and_noise
 from .maths.bounds import PENALTIES, exact_log_evidence, optimal_scale
 from .maths.collapsed import collapse, collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
-from .posterior import gathered, noise_of, posterior_of, require_gaussian, tighter_copy
+from .posterior import gathered, posterior_of, require_gaussian, tighter_copy
 from .prior import Prior
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -232,13 +232,13 @@ def diagnose(
     is_standard = isinstance(model, ApproximateGP) and type(model.variational_strategy) is VariationalStrategy
     model = tighter_copy(model) if is_standard else model
     like = reference(model, likelihood)
-    inputs, y = input_rows(x, like), as_tensor(y, like)
-    if y.dim() != 1 or inputs.shape[:-1] != y.shape:
+    inputs, shape = input_rows(x, like), tuple(np.shape(y))
+    if shape != inputs.shape[:-1] or len(shape) != 1:
         raise ValueError(
-            f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
+            f"diagnose takes one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {shape}."
         )
-    kwargs = {name: as_tensor(value, like, name) for name, value in kwargs.items()}
-    noise = noise_of(likelihood, y, **kwargs).double()
+    y, noise = targets_and_noise(likelihood, inputs, y, per_point(kwargs, likelihood, inputs))
+    noise = noise.double()  # [N]
     found: dict[str, Any] = dict.fromkeys(("current", "block", "neighbours", "full", "evidence"))
     jitter = 0.0
     with temporary_mode(model, False), full_precision(y.device.type):

@@ -82,14 +82,15 @@ def evaluate_bound(
     model, likelihood = in_float64(model, likelihood)
     rows_of_x = input_rows(x, reference(model, likelihood))
     given = per_point(kwargs, likelihood, rows_of_x)
-    if isinstance(model, (ExactGP, CollapsedGP)):
-        y = as_tensor(y, rows_of_x.like)
-        _check_targets(y, rows_of_x)
-        kernels = [part for part in model.modules() if isinstance(part, TighterInducingPointKernel)]
-        evaluate = _collapsed_bound if kernels or isinstance(model, CollapsedGP) else _exact_bound
-        noise = {name: value[:] for name, value in given.items()}
-        return evaluate(model, likelihood, rows_of_x, y, batch_size, **noise).to(dtype)
-    return _uncollapsed_bound(model, likelihood, rows_of_x, y, batch_size, objective, given).to(dtype)
+    if not isinstance(model, (ExactGP, CollapsedGP)):
+        return _uncollapsed_bound(model, likelihood, rows_of_x, y, batch_size, objective, given).to(dtype)
+    y, noise = targets_and_noise(likelihood, rows_of_x, y, given)
+    is_ours = any(isinstance(part, (TighterInducingPointKernel, CollapsedGP)) for part in model.modules())
+    if is_ours:
+        return _collapsed_bound(model, likelihood, rows_of_x, y, noise, batch_size).to(dtype)
+    with temporary_mode(model, True), temporary_mode(likelihood, True):  # an exact GP, or GPyTorch's own SGPR
+        q = likelihood(model(rows_of_x[:]), **{name: value[:] for name, value in given.items()})
+        return sum((term.loss() for term in model.added_loss_terms()), start=q.log_prob(y)).to(dtype)
 
 
 def _uncollapsed_bound(
@@ -128,11 +129,9 @@ def _uncollapsed_bound(
 
 
 def _collapsed_bound(
-    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Rows, y: Tensor, batch_size: int, **kwargs: Any
+    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Rows, y: Tensor, noise: Tensor, batch_size: int
 ) -> Tensor:
     """The bound of a collapsed model at any data, missing targets left out."""
-    require_gaussian(likelihood, "A collapsed bound")
-    noise = noise_of(likelihood, y, **kwargs)
     seen = with_target(likelihood, y)  # [..., N]
     if y.dim() > 1 and not bool(seen.all()):
         raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
@@ -148,13 +147,6 @@ def _collapsed_bound(
             prior, bound = exact_gp_prior(model, torch.float64), model.covar_module.bound
             sets = model.covar_module.sets_of(len(x), rows)
         return chunked_bound(prior, at, y, noise, bound, batch_size, sets=sets)
-
-
-def _exact_bound(model: ExactGP, likelihood: Likelihood, x: Rows, y: Tensor, batch_size: int, **kwargs: Any) -> Tensor:
-    """Of GPyTorch's own SGPR, and of an exact GP, whose bound is the evidence."""
-    with temporary_mode(model, True), temporary_mode(likelihood, True):
-        log_prob = likelihood(model(x[:]), **kwargs).log_prob(y)
-        return sum((term.loss() for term in model.added_loss_terms()), start=log_prob)
 
 
 def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objective: Any, **kwargs: Any) -> Tensor:
@@ -181,10 +173,13 @@ def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
     return model.double(), likelihood.double()
 
 
-def _check_targets(y: Tensor, x: Rows) -> None:
-    """Raise unless there is one target per point."""
+def targets_and_noise(likelihood: Any, x: Rows, y: Any, given: dict[str, Rows]) -> tuple[Tensor, Tensor]:
+    """All targets and their noise variances, ``... x N``, or a clear error."""
+    require_gaussian(likelihood, "A collapsed bound")
+    y = as_tensor(y, x.like)
     if y.shape[-1:] != (len(x),):
         raise ValueError(f"Targets must have shape ... x {len(x)}, one for each row of x; got {tuple(y.shape)}.")
+    return y, noise_of(likelihood, y, **{name: value[:] for name, value in given.items()})
 
 
 def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
@@ -242,10 +237,8 @@ def set_optimal_q(
         standard.variational_params_initialized.fill_(1)
         return
     strategy, like = tighter_strategy(model), reference(model, likelihood)
-    rows_of_x, y = input_rows(x, like), as_tensor(y, like)
-    _check_targets(y, rows_of_x)
-    given = {name: value[:] for name, value in per_point(kwargs, likelihood, rows_of_x).items()}
-    noise = noise_of(likelihood, y, **given)
+    rows_of_x = input_rows(x, like)
+    y, noise = targets_and_noise(likelihood, rows_of_x, y, per_point(kwargs, likelihood, rows_of_x))
     with temporary_mode(model, False), full_precision(like.device.type):
         _, sums = gathered(strategy.prior(), rows_of_x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)
