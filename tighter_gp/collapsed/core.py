@@ -57,8 +57,7 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     :param batches: Projection, targets and precisions :math:`\lambda_n = 1/\sigma_n^2` of each chunk; zero where a
         target is missing.
     """
-    gram: Tensor | float = 0.0
-    linear: Tensor | float = 0.0
+    gram = linear = torch.zeros((), dtype=torch.float64, device="cpu")
     residuals = []
     for points, y, precision in batches:  # A  [..., M, B], y and 1 / sigma_n^2  [..., B]
         weighted = points.matrix * precision.to(points.matrix.dtype).unsqueeze(-2)  # [..., M, B]
@@ -66,8 +65,6 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
         gram = gram + (weighted @ points.matrix.mT).double()  # [..., M, M]
         linear = linear + (weighted @ misfit).squeeze(-1).double()  # [..., M]
         residuals.append(points.residual.double())
-    assert isinstance(gram, Tensor)
-    assert isinstance(linear, Tensor)
     return DataSums(gram, linear, torch.cat(residuals, dim=-1))
 
 
