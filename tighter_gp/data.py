@@ -153,8 +153,8 @@ def check_kind(name: str, value: Any) -> None:
         return
     if not isinstance(value, (Tensor, np.ndarray)):
         raise TypeError(
-            "noise= must be a tensor or an array with one variance per point. One value for all points is the likelihood's "
-            f"own: likelihood.noise = value. Got {type(value).__name__}."
+            f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
+            "is the likelihood's own: likelihood.noise = value."
         )
     check_array(name, value)
     count = 0 if isinstance(value, Tensor) and value.is_meta else int((value < 0).sum())

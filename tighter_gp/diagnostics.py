@@ -224,11 +224,8 @@ def diagnose(
         >>> diagnosis.advice  # doctest: +ELLIPSIS
         'Of the ... nats per point between the standard bound and the evidence, the tighter bound closes ...'
     """
-    require_gaussian(
-        likelihood,
-        "diagnose",
-        "For others compare evaluate_bound(model, likelihood, x, y) with the same and objective=gpytorch.mlls.VariationalELBO.",
-    )
+    hint = "For others compare evaluate_bound(...) with the same and objective=gpytorch.mlls.VariationalELBO."
+    require_gaussian(likelihood, "diagnose", hint)
     is_standard = isinstance(model, ApproximateGP) and type(model.variational_strategy) is VariationalStrategy
     model = tighter_copy(model) if is_standard else model
     like = reference(model, likelihood)
@@ -257,7 +254,7 @@ def diagnose(
         if len(y) <= max_exact:
             found["full"] = base - price("full", residual, noise, within)
             every = inputs[:]
-            covariance = prior.covariance(every, every, torch.float64)
+            covariance = prior.covariance(every, every, torch.float64)  # K  [N, N]
             found["evidence"] = exact_log_evidence(covariance, (y - prior(every).mean).double(), noise)
     if posterior.strategy is not None:
         objective = VariationalELBO if is_standard else TighterELBO

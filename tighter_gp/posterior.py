@@ -172,14 +172,13 @@ def tighter_strategy(model: Any) -> TighterStrategy:
     strategy = getattr(model, "variational_strategy", None)
     if not isinstance(strategy, TighterStrategy):
         raise TypeError(
-            "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several "
-            f"tasks; got {type(model).__name__} with {type(strategy).__name__}. Of a module around a GP pass the GP, with the "
-            "inputs it is called with."
+            "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several tasks; "
+            f"got {type(model).__name__} with {type(strategy).__name__}. Of a module around a GP pass the GP and its inputs."
         )
     if has_own_call(model):
         raise TypeError(
-            f"{type(model).__name__} has a __call__ of its own, which may change the inputs on their way to the strategy. Change "
-            "them in forward, which is called with the inducing points too, or before the call."
+            f"{type(model).__name__} has a __call__ of its own, which may change the inputs. Change them in forward, which "
+            "sees the inducing points too, or before the call."
         )
     return strategy
 
