@@ -53,8 +53,11 @@ def partition(
     room = labels.new_full((num_blocks,), size)  # how many points each block still takes
     waiting = torch.arange(num_data, device=x.device)
     while len(waiting):
-        # Each round fills at least one block or places every point.
-        choice, distance = _nearest_with_room(x, waiting, centres, room, chunk_size)
+        # Each round fills at least one block or places every point, at the nearest centre whose block has room.
+        nearest = []
+        for rows in waiting.split(chunk_size):
+            nearest.append(torch.cdist(x[rows], centres).masked_fill(room == 0, torch.inf).min(-1))
+        distance, choice = (torch.cat(parts) for parts in zip(*nearest, strict=True))
         order = torch.argsort(distance, stable=True)
         order = order[torch.argsort(choice[order], stable=True)]  # by block, near points first
         counts = torch.bincount(choice, minlength=num_blocks)  # [K]
@@ -65,19 +68,6 @@ def partition(
         room -= torch.bincount(choice[placed], minlength=num_blocks)
         waiting = waiting[labels[waiting] < 0]
     return torch.unique(labels, return_inverse=True)[1]
-
-
-def _nearest_with_room(
-    x: Tensor, rows: Tensor, centres: Tensor, room: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """For each of some rows the nearest centre whose block has room, and the distance to it."""
-    choices, distances = [], []
-    for chunk in rows.split(chunk_size):
-        distance = torch.cdist(x[chunk], centres).masked_fill(room == 0, torch.inf)
-        nearest = distance.min(-1)
-        choices.append(nearest.indices)
-        distances.append(nearest.values)
-    return torch.cat(choices), torch.cat(distances)
 
 
 def block_chunks(labels: Tensor, batch_size: int) -> Iterator[Tensor]:

@@ -51,11 +51,11 @@ def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: st
 
 
 def describe_hyperparameters(*modules: Any) -> str:
-    """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
+    """The values of all hyperparameters, or their range, for messages; inducing points are left out."""
     described = []
     for module in modules:
         for name, parameter, constraint in module.named_parameters_and_constraints():
-            if "_distribution." in name or name.endswith("_points") or not parameter.numel():
+            if name.endswith("_points"):
                 continue
             value = (parameter if constraint is None else constraint.transform(parameter)).detach()
             low, high = value.min().item(), value.max().item()

@@ -216,11 +216,16 @@ def median_lengthscale(x: Inputs, *, seed: int = 0, max_points: int = 1000) -> T
         2.0
     """
     rows = _checked(x, 1)
-    distances = torch.nn.functional.pdist(rows[_permutation(rows, seed)[:max_points]])
-    distances = distances[distances > 0]
+    distances = _distances(rows[_permutation(rows, seed)[:max_points]])
     if not len(distances):
         raise ValueError(f"All {min(len(rows), max_points)} inputs looked at are equal: there is no distance.")
     return distances.median()
+
+
+def _distances(rows: Tensor) -> Tensor:
+    """The distances of different rows."""
+    distances = torch.nn.functional.pdist(rows)
+    return distances[distances > 0]
 
 
 @torch.no_grad()
@@ -241,9 +246,8 @@ def start_lengthscales(rows: Tensor, centres: Tensor) -> Tensor:
         tensor([0.5000, 0.5000])
     """
     some = rows[:: -(-len(rows) // _MOST_ROWS)]
-    distances = torch.nn.functional.pdist(some)
-    positive = distances[distances > 0]
-    floor = _FLOOR * (positive.median() if len(positive) else distances.new_tensor(4.0))
+    distances = _distances(some)
+    floor = _FLOOR * (distances.median() if len(distances) else distances.new_tensor(4.0))
     root = rows.size(-1) ** 0.5
     spread = root * some.std(-2, correction=0)
     lowest = torch.where(spread > 0, torch.minimum(spread, floor), floor)  # a constant input has no say

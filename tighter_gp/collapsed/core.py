@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..maths.bounds import PENALTIES, gaussian_expected_log_prob, whitened_kl
-from ..maths.collapsed import Collapsed, collapse
+from ..maths.collapsed import collapse
 from ..maths.derivatives import once_differentiable
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
@@ -40,13 +40,9 @@ class DataSums(NamedTuple):
     linear: Tensor
     residual: Tensor
 
-    def collapse(self) -> Collapsed:
-        """The best q(w), as its precision's factor and its mean."""
-        return collapse(self.gram, self.linear)
-
     def best_q(self) -> Whitened:
         r"""The best q(w), :math:`\mathcal N(B^{-1} l, B^{-1})` with :math:`B = I + G`."""
-        core = self.collapse()
+        core = collapse(self.gram, self.linear)
         return Whitened(core.weights, core.root)
 
 
@@ -145,7 +141,7 @@ def chunked_bound(
         walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
         precision = noise.detach().reciprocal()  # 1 / sigma_n^2  [..., N]
         sums = data_sums((points, y[..., rows], precision[..., rows]) for rows, points in walk())
-        best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
+        best, residual = collapse(sums.gram, sums.linear), sums.residual.requires_grad_(bool(pairs))
         covariance = torch.cholesky_inverse(best.factor)  # S = (I + G)^-1  [..., M, M]
         cost = PENALTIES[bound](residual, noise.double()) if bound in PENALTIES else residual.sum(-1) * 0
         # d price / d d_n  [..., N]
