@@ -62,6 +62,8 @@ class RowSearch(GP):
         :param num_neighbours: How many rows; default that of the model.
         """
         wanted = self.num_neighbours if num_neighbours is None else num_neighbours
+        if not wanted:
+            return torch.zeros(len(x), 0, dtype=torch.long, device=x.device)
         count = min(wanted + (own is not None), len(self.y))
         metric, points = self._metric(), self._features(x)  # [B, D]
         visits = self._visits(points, metric, count, num_cells)  # [B, cells]
