@@ -237,31 +237,30 @@ def diagnose(
     y, noise = targets_and_noise(likelihood, inputs, y, per_point(kwargs, likelihood, inputs))
     noise = noise.double()  # [N]
     found: dict[str, Any] = dict.fromkeys(("current", "block", "neighbours", "full", "evidence"))
-    jitter = 0.0
+    jitter, sets = 0.0, dict.fromkeys(PENALTIES)  # by bound, the points that may be correlated
     with temporary_mode(model, False), full_precision(y.device.type):
         posterior = posterior_of(model, torch.float64)
         if posterior.q.mean.dim() > 1 or posterior.prior(inputs[:1]).matrix.dim() > 2:
             raise ValueError("diagnose looks at one model at a time; this is a batch of them.")
         prior, sums = gathered(posterior.prior, inputs, y, noise, likelihood, batch_size)
         base, upper, misfit = _second_pass(prior, sums, inputs, y, noise, batch_size)
-        residual, within = sums.residual, rows_within(prior, inputs.__getitem__)
         labels = _labels(posterior.labels, inputs, blocks)
         if labels is not None:
-            found["block"] = base - price("block", residual, noise, within, block_table(labels))
+            sets["block"] = block_table(labels)
         if num_neighbours is not None:
-            sets = earlier_neighbours(prior, inputs[:], noise, num_neighbours, seed)
-            found["neighbours"] = base - price("neighbours", residual, noise, within, sets)
+            sets["neighbours"] = earlier_neighbours(prior, inputs[:], noise, num_neighbours, seed)
         if len(y) <= max_exact:
-            found["full"] = base - price("full", residual, noise, within)
+            sets["full"] = None
             every = inputs[:]
             covariance = prior.covariance(every, every, torch.float64)  # K  [N, N]
             found["evidence"] = exact_log_evidence(covariance, (y - prior(every).mean).double(), noise)
+        residual, within = sums.residual, rows_within(prior, inputs.__getitem__)
+        for name, points in sets.items():
+            found[name] = base - price(name, residual, noise, within, points)
     if posterior.strategy is not None:
         objective = VariationalELBO if is_standard else TighterELBO
         jitter = 0.5 * posterior.strategy.jitter_val * noise.reciprocal().sum().item()
         found["current"] = evaluate_bound(model, likelihood, x, y, batch_size, objective=objective, **kwargs)
-    for name, penalty in PENALTIES.items():
-        found[name] = base - penalty(residual, noise)
     ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())  # d_n / sigma_n^2 and m_n  [N]
     values: dict[str, Any] = {name: None if value is None else value.item() for name, value in found.items()}
     return Diagnosis(
