@@ -30,7 +30,6 @@ CORE = {
     "strategies",
     "mlls",
     "collapsed",
-    "kernels",
     "gplvm",
     "settings",
     "modes",

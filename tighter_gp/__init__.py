@@ -1,24 +1,11 @@
 """Tighter sparse variational Gaussian processes for GPyTorch."""
 
-from . import (
-    blocks,
-    conditionals,
-    diagnostics,
-    gplvm,
-    inducing,
-    likelihoods,
-    maths,
-    mlls,
-    models,
-    settings,
-    training,
-)
-from .collapsed import CollapsedGP, collapsed_bound
+from . import blocks, conditionals, diagnostics, gplvm, inducing, likelihoods, maths, mlls, models, settings, training
+from .collapsed import CollapsedGP, TighterInducingPointKernel, collapsed_bound
 from .conditionals import Blocks, PerPoint
 from .diagnostics import diagnose
 from .export import export_predictor
 from .full_data import evaluate_bound, set_optimal_q
-from .kernels import TighterInducingPointKernel
 from .mlls import TighterELBO
 from .neighbours import NeighbourGP
 from .predictions import PredictiveDistribution, log_density, predict, predict_y

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from .conditionals.blocks import Blocks, block_table
-from .draws import permutation
 from .inducing import kmeans
 
 __all__ = ["BlockBatchSampler", "Blocks", "block_table", "partition"]
@@ -51,33 +50,24 @@ def partition(
             f"use max_size >= {-(-num_data // num_blocks)} or more blocks."
         )
     labels = x.new_full((num_data,), -1, dtype=torch.long)
-    room = labels.new_full((num_blocks,), size)
+    room = labels.new_full((num_blocks,), size)  # how many points each block still takes
     waiting = torch.arange(num_data, device=x.device)
     while len(waiting):
-        # Each round fills at least one block or places every point.
-        choice, distance = _nearest_with_room(x, waiting, centres, room, chunk_size)
+        # Each round fills at least one block or places every point, at the nearest centre whose block has room.
+        nearest = []
+        for rows in waiting.split(chunk_size):
+            nearest.append(torch.cdist(x[rows], centres).masked_fill(room == 0, torch.inf).min(-1))
+        distance, choice = (torch.cat(parts) for parts in zip(*nearest, strict=True))
         order = torch.argsort(distance, stable=True)
         order = order[torch.argsort(choice[order], stable=True)]  # by block, near points first
-        counts = torch.bincount(choice, minlength=num_blocks)
+        counts = torch.bincount(choice, minlength=num_blocks)  # [K]
         rank = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[choice[order]]
+        # Within its block each point has a rank, by its distance.
         placed = order[rank < room[choice[order]]]
         labels[waiting[placed]] = choice[placed]
         room -= torch.bincount(choice[placed], minlength=num_blocks)
         waiting = waiting[labels[waiting] < 0]
     return torch.unique(labels, return_inverse=True)[1]
-
-
-def _nearest_with_room(
-    x: Tensor, rows: Tensor, centres: Tensor, room: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """For each of some rows the nearest centre whose block has room, and the distance to it."""
-    choices, distances = [], []
-    for chunk in rows.split(chunk_size):
-        distance = torch.cdist(x[chunk], centres).masked_fill(room == 0, torch.inf)
-        nearest = distance.min(-1)
-        choices.append(nearest.indices)
-        distances.append(nearest.values)
-    return torch.cat(choices), torch.cat(distances)
 
 
 def block_chunks(labels: Tensor, batch_size: int) -> Iterator[Tensor]:
@@ -146,7 +136,8 @@ class BlockBatchSampler(Sampler[list[int]]):
         where = "cpu" if self.generator is None else self.generator.device
         point = torch.randint(int(self.sizes.sum()), (), generator=self.generator, device=where).cpu()
         first = torch.searchsorted(self.sizes.cumsum(0), point, right=True)
-        others = permutation(len(self.table) - 1, "cpu", self.generator)[: self.blocks_per_batch - 1]
+        others = torch.randperm(len(self.table) - 1, generator=self.generator, device=where).cpu()
+        others = others[: self.blocks_per_batch - 1]
         others = others + (others >= first)
         rows = self.table[torch.cat([first.view(1), others])].flatten()
         return rows[rows >= 0]

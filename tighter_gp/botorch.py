@@ -6,6 +6,7 @@ on a draw of the inducing variables, here at all points of a strategy and in the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ class _CustomFit:
         self, mll: Any, closure: Any = None, closure_kwargs: Any = None, optimizer_kwargs: Any = None, **kwargs: Any
     ) -> Any:
         """Train by the recipe; further arguments are those of :func:`tighter_gp.fit`."""
-        (x,), arguments = self.train_inputs, {"progress": False, **kwargs}
-        if "steps" not in arguments:
-            arguments.setdefault("epochs", 100)
-        fit(self, mll.likelihood, x, self.train_targets, objective=lambda *_: mll, **arguments)
+        length = {} if "steps" in kwargs else {"epochs": 100}
+        options: dict[str, Any] = {"progress": False, **length, **kwargs}
+        (x,), y = self.train_inputs, self.train_targets
+        fit(self, mll.likelihood, x, y, objective=lambda *_: mll, **options)
         return mll.eval()
 
 
@@ -102,12 +103,12 @@ class SingleTaskTighterGP(ApproximateGPyTorchModel):
             if outcome_transform is not None:
                 y, _ = outcome_transform.train()(train_Y, X=x)
         if isinstance(inducing_points, Tensor):
-            points: dict[str, Any] = {"inducing_points": inducing_points}
+            kwargs["inducing_points"] = inducing_points
         else:
-            points = {"x": x, "num_inducing": min(inducing_points, len(x.unique(dim=0)))}
+            kwargs |= {"x": x, "num_inducing": min(inducing_points, len(x.unique(dim=0)))}
         is_single = y.size(-1) == 1
-        make: Any = _Regression if is_single else lambda **kw: _MultiOutputRegression(y.size(-1), **kw)
-        model = make(likelihood=likelihood, **points, **kwargs)
+        make: Any = _Regression if is_single else partial(_MultiOutputRegression, y.size(-1))
+        model = make(likelihood=likelihood, **kwargs)
         super().__init__(model, model.likelihood, y.size(-1))
         model.train_inputs, model.train_targets = [x], y.squeeze(-1) if is_single else y
         if outcome_transform is not None:
@@ -192,13 +193,10 @@ class _Observations(Posterior):
 # -- function samples -----------------------------------------------------------------------------------------------------
 
 
-def _with_inputs(draw: Any) -> Any:
+def _draw_features(model: Any, strategy: Any, **kwargs: Any) -> Any:
     """BoTorch's own function, which asks how many inputs a plain GP has."""
-
-    def draw_kernel_feature_paths(model: Any, strategy: Any, **kwargs: Any) -> Any:
-        return draw(model, strategy, **{"num_inputs": strategy.inducing_points.size(-1), **kwargs})
-
-    return draw_kernel_feature_paths
+    draw = DrawKernelFeaturePaths.dispatch(ApproximateGP, VariationalStrategy)
+    return draw(model, strategy, **{"num_inputs": strategy.inducing_points.size(-1), **kwargs})
 
 
 def _at_all_points(draw: Any) -> Any:
@@ -239,12 +237,12 @@ def _update(
         raise NotImplementedError("Paths of a sparse GP take no noise_covariance.")
     points = strategy.all_points()
     prior = strategy(points, prior=True)
-    factor = strategy._cholesky_factor(prior.lazy_covariance_matrix).to_dense()
+    factor = strategy._cholesky_factor(prior.lazy_covariance_matrix).to_dense()  # L  [M, M]
     if target_values is None:
         q = strategy.whitened().to(factor.dtype)
         noise = torch.randn(sample_values.shape, dtype=factor.dtype, device=factor.device)
         spread = 0 if q.stddev is None else q.stddev * noise
-        draws = q.mean + (spread if q.root is None else (q.root @ noise.unsqueeze(-1)).squeeze(-1))
+        draws = q.mean + (spread if q.root is None else (q.root @ noise.unsqueeze(-1)).squeeze(-1))  # w  [..., M]
         target_values = prior.mean + (factor @ draws.unsqueeze(-1)).squeeze(-1)
     # The factor is that of K_ZZ with its jitter, and so must be the covariance of f(Z).
     sample_values = sample_values + strategy.jitter_val**0.5 * torch.randn_like(sample_values)
@@ -255,7 +253,6 @@ def _update(
 
 
 GaussianUpdate.add((ApproximateGP, TighterStrategy), _update)
-_draw_features = DrawKernelFeaturePaths.dispatch(ApproximateGP, VariationalStrategy)
-DrawKernelFeaturePaths.add((ApproximateGP, TighterStrategy), _with_inputs(_draw_features))
+DrawKernelFeaturePaths.add((ApproximateGP, TighterStrategy), _draw_features)
 for _kind in (ApproximateGP, ApproximateGPyTorchModel):
     DrawMatheronPaths.add((_kind,), _at_all_points(DrawMatheronPaths.dispatch(_kind)))

@@ -1,13 +1,9 @@
-"""Looking at values before they are used."""
+"""Looking at values before they are used, and words for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from gpytorch import settings
 from gpytorch.likelihoods import Likelihood
@@ -23,49 +19,18 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-_unseen: ContextVar[bool] = ContextVar("unseen", default=False)
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Within it no values are looked at, which would wait for an accelerator, and be impossible in a graph."""
-    token = _unseen.set(True)
-    try:
-        yield
-    finally:
-        _unseen.reset(token)
-
-
-def host_values(tensor: Tensor) -> np.ndarray | None:
-    """The values of a batch, for a check of them; None where a look is not to be had.
-
-    On a CPU it is free. An accelerator has to be waited for, which ``gpytorch.settings.debug(False)`` leaves out.
-    """
-    tensor = tensor.detach()
-    if tensor.is_meta or _unseen.get() or (tensor.device.type != "cpu" and not settings.debug.on()):
-        return None
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
-
-
 def check_range(index: Tensor, num_data: int, owner: str) -> None:
     """Raise unless positions lie in ``0..num_data - 1``.
 
+    An accelerator has to be waited for, which ``gpytorch.settings.debug(False)`` leaves out.
+
     :param owner: Whose rows they are, for the message.
     """
-    values = host_values(index)
-    if values is not None and values.size and (values.min() < 0 or values.max() >= num_data):
-        raise IndexError(
-            f"index must lie in 0..{num_data - 1} for {owner}; got values from {values.min()} to {values.max()}."
-        )
-
-
-def check_dims(shape: torch.Size, num_dims: int) -> None:
-    """Raise unless inputs of this shape have ``num_dims`` dimensions."""
-    if len(shape) < 2 or shape[-1] != num_dims:
-        hint = " Of a single row pass x[None]." if tuple(shape) in ((num_dims,), (num_dims, 1)) else ""
-        raise ValueError(
-            f"Inputs must have shape ... x N x {num_dims} like the inducing points; got {tuple(shape)}.{hint}"
-        )
+    if not index.numel() or (index.device.type != "cpu" and not settings.debug.on()):
+        return
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= num_data:
+        raise IndexError(f"index must lie in 0..{num_data - 1} for {owner}; got values from {low} to {high}.")
 
 
 def check_modules(model: Any, likelihood: Any) -> None:
@@ -86,11 +51,11 @@ def check_device(value: Tensor | torch.nn.Module, device: torch.device, name: st
 
 
 def describe_hyperparameters(*modules: Any) -> str:
-    """The values of all hyperparameters, or their range, for messages; inducing points and q(u) are left out."""
+    """The values of all hyperparameters, or their range, for messages; inducing points are left out."""
     described = []
     for module in modules:
         for name, parameter, constraint in module.named_parameters_and_constraints():
-            if "_distribution." in name or name.endswith("_points") or not parameter.numel():
+            if name.endswith("_points"):
                 continue
             value = (parameter if constraint is None else constraint.transform(parameter)).detach()
             low, high = value.min().item(), value.max().item()

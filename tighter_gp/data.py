@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_modules
+from .likelihoods.family import signed
 
 # Points in a sample of the data.
 _SAMPLE = 4096
@@ -40,15 +41,13 @@ class Rows:
         self, values: Any, like: Tensor, *, dim: int | None = None, is_input: bool = False, name: str = "x"
     ) -> None:
         check_array(name, values)
-        if isinstance(values, Tensor):
-            check_device(values, like.device, f"{name} is")
-        if is_input and values.ndim == 1:
-            values = values[:, None]
-        if dim is None:
-            dim = -2 if is_input else -1
-        self.values, self.like, self.is_input, self.name = values, like, is_input, name
-        self.dim = dim % values.ndim if values.ndim else 0
         self.is_array = isinstance(values, np.ndarray)
+        if not self.is_array:
+            check_device(values, like.device, f"{name} is")
+        self.values = values[:, None] if is_input and values.ndim == 1 else values
+        self.like, self.is_input, self.name = like, is_input, name
+        dim = (-2 if is_input else -1) if dim is None else dim
+        self.dim = dim % self.values.ndim if self.values.ndim else 0
 
     def __len__(self) -> int:
         return self.values.shape[self.dim] if self.values.ndim else 0
@@ -64,22 +63,17 @@ class Rows:
 
     def on_host(self, rows: slice | Tensor) -> Tensor:
         """The same, but rows of an array stay on the CPU."""
-        values, place = self.values, (slice(None),) * self.dim
         if isinstance(rows, slice):
-            taken = values[(*place, rows)]
+            taken = self.values[(*(slice(None),) * self.dim, rows)]
         elif self.is_array:
-            taken = np.take(values, rows.cpu().numpy(), axis=self.dim)
+            taken = np.take(self.values, rows.cpu().numpy(), axis=self.dim)
         else:
-            taken = values.index_select(self.dim, rows.to(values.device, non_blocking=True))
-        return self._converted(from_array(taken) if self.is_array else taken)
-
-    def _converted(self, values: Tensor) -> Tensor:
-        if self.is_input:
-            return values.to(self.like.dtype)
-        if values.dtype == torch.bool and self.name == "mask":
-            return values
-        values = signed(values)
-        return values.to(self.like.dtype) if self.is_array and values.is_floating_point() else values
+            taken = self.values.index_select(self.dim, rows.to(self.values.device, non_blocking=True))
+        found = from_array(taken) if self.is_array else taken
+        if not self.is_input and not (found.dtype == torch.bool and self.name == "mask"):
+            found = signed(found)
+        is_like = self.is_input or (self.is_array and found.is_floating_point())
+        return found.to(self.like.dtype) if is_like else found
 
     def fingerprint(self) -> bytes:
         """A hash of the shape and of :meth:`sample`."""
@@ -113,23 +107,19 @@ def input_rows(x: Tensor | np.ndarray, like: Tensor, name: str = "x") -> Rows:
     return Rows(x, like, is_input=True, name=name)
 
 
-def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y", *, is_input: bool = False) -> Tensor:
+def as_tensor(values: Tensor | np.ndarray, like: Tensor, name: str = "y") -> Tensor:
     """All of some data as a floating point tensor: arrays become like the model, tensors keep their precision.
 
     :param values: A tensor or an array.
     :param like: Tensor whose dtype and device an array takes.
     :param name: What they are called in messages.
-    :param is_input: Whether these are inputs, ``N x D`` or ``N``.
 
     Example:
-        >>> tighter_gp.data.as_tensor(torch.arange(3).numpy(), torch.zeros(()), is_input=True).shape
-        torch.Size([3, 1])
+        >>> tighter_gp.data.as_tensor(torch.arange(3).numpy(), torch.zeros(()))
+        tensor([0., 1., 2.])
     """
-    if isinstance(values, Tensor):
-        check_array(name, values)
-        found = values.unsqueeze(-1) if is_input and values.dim() == 1 else values
-    else:
-        found = Rows(values, like, is_input=is_input, name=name)[:]
+    check_array(name, values)
+    found = values if isinstance(values, Tensor) else Rows(values, like, name=name)[:]
     return found if found.is_floating_point() else found.to(like.dtype)
 
 
@@ -162,23 +152,13 @@ def check_kind(name: str, value: Any) -> None:
         return
     if not isinstance(value, (Tensor, np.ndarray)):
         raise TypeError(
-            f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for "
-            "all points is the likelihood's own: likelihood.noise = value."
+            f"noise= must be a tensor or an array with one variance per point; got {type(value).__name__}. One value for all "
+            "is the likelihood's own: likelihood.noise = value."
         )
     check_array(name, value)
     count = 0 if isinstance(value, Tensor) and value.is_meta else int((value < 0).sum())
     if count:
         raise ValueError(f"noise= must hold variances; {count} of {math.prod(value.shape)} values are negative.")
-
-
-def signed(values: Tensor) -> Tensor:
-    """Bytes and truth values as integers, for which 0 - 1 is not 255; others as they are.
-
-    Example:
-        >>> tighter_gp.data.signed(torch.tensor([True, False])) - 1
-        tensor([ 0, -1])
-    """
-    return values.long() if values.dtype in (torch.uint8, torch.bool) else values
 
 
 def move(values: Tensor, device: torch.device) -> Tensor:
@@ -236,11 +216,8 @@ def first_parameter(model: torch.nn.Module, *likelihood: torch.nn.Module) -> Ten
         >>> tighter_gp.data.first_parameter(model, likelihood).device
         device(type='cpu')
     """
-    for likelihood_module in likelihood:
-        check_modules(model, likelihood_module)
-    found = (p for module in (model, *likelihood) for p in module.parameters() if p.is_floating_point())
-    parameter = next(found, None)
-    if parameter is None:
+    parameter = reference(model, *likelihood)
+    if not isinstance(parameter, torch.nn.Parameter):
         raise ValueError("The model has no parameters to train.")
     return parameter
 
@@ -252,8 +229,8 @@ def reference(model: torch.nn.Module, *likelihood: torch.nn.Module) -> Tensor:
         >>> tighter_gp.data.reference(model, likelihood).device
         device(type='cpu')
     """
-    for likelihood_module in likelihood:
-        check_modules(model, likelihood_module)
+    for part in likelihood:
+        check_modules(model, part)
     tensors = itertools.chain(*((*module.parameters(), *module.buffers()) for module in (model, *likelihood)))
     return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
 

@@ -6,7 +6,6 @@ With :math:`F_1 \le F_5 \le F_4 \le F_B \le F_8 \le \log p(y)`, the step :math:`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +18,20 @@ from gpytorch.models import ApproximateGP, ExactGP
 from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
-from .blocks import partition
+from .blocks import block_table, partition
 from .collapsed import DataSums
 from .collapsed.prices import earlier_neighbours, price, rows_within
-from .data import Rows, as_tensor, input_rows, reference
-from .full_data import evaluate_bound
-from .likelihoods.family import gaussian_noise
-from .maths.bounds import PENALTIES, exact_log_evidence, full_penalty, optimal_scale
+from .data import Rows, input_rows, reference
+from .full_data import evaluate_bound, per_point, targets_and_noise
+from .maths.bounds import PENALTIES, exact_log_evidence, optimal_scale
 from .maths.collapsed import collapse, collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
-from .posterior import Posterior, gathered, posterior_of, require_gaussian, tighter_copy
+from .posterior import gathered, posterior_of, require_gaussian, tighter_copy
+from .prior import Prior
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 # Nats per point below which a difference between bounds is not worth acting on.
 _NEGLIGIBLE = 0.01
@@ -120,11 +119,11 @@ class Diagnosis:
         if self.misfit >= _MEAN_ONLY:
             yield (
                 f"The model has learnt the mean and no more: it misses the training targets by {self.misfit:.2f} of their "
-                "standard deviation. Scale the inputs to unit variance, and train again with initialize=True, which tries a "
-                "few lengthscales to start from; a tighter bound or more inducing points change nothing before that."
+                "standard deviation. Scale the inputs to unit variance, and train again with initialize=True."
             )
             return
-        gain, paid = self._per_point(self.tighter, self.titsias), self._per_point(self.nystrom, self.tighter)
+        count = self.num_data
+        gain = (self.tighter - self.titsias) / count
         if self.mean_ratio < 2 * _NEGLIGIBLE:
             yield (
                 f"The inducing points explain nearly all of the prior variance (d/noise is {self.mean_ratio:.2g} on "
@@ -132,7 +131,7 @@ class Diagnosis:
             )
         elif self.evidence is not None and self.full is not None:
             # Beyond F_4: closed by correlating points, and by inducing points alone.
-            blocks, points = self._per_point(self.full, self.tighter), self._per_point(self.evidence, self.full)
+            blocks, points = (self.full - self.tighter) / count, (self.evidence - self.full) / count
             gap = gain + blocks + points
             yield (
                 f"Of the {gap:.2f} nats per point between the standard bound and the evidence, the tighter bound closes "
@@ -142,6 +141,7 @@ class Diagnosis:
             if max(blocks, points) > _NEGLIGIBLE:
                 yield f"Next: {'blocks' if blocks > points else 'more inducing points'}."
         else:
+            paid = (self.nystrom - self.tighter) / count
             yield (
                 f"The tighter bound gains {gain:.2f} nats per point over the standard one and still pays {paid:.2f} for "
                 "variance that the inducing points leave; more inducing points, or blocks of near points, lower that."
@@ -152,40 +152,34 @@ class Diagnosis:
                 "VariationalELBO."
             )
         if self.block is not None and self.mean_ratio >= 2 * _NEGLIGIBLE:
-            yield f"These blocks gain {self._per_point(self.block, self.tighter):.2f} nats per point."
-        best, jitter = self.titsias if self.is_standard else self.tighter, self.jitter / self.num_data
-        lost = 0.0 if self.current is None else self._per_point(best, self.current) - jitter
+            yield f"These blocks gain {(self.block - self.tighter) / count:.2f} nats per point."
+        best = self.titsias if self.is_standard else self.tighter
+        lost = 0.0 if self.current is None else (best - self.current - self.jitter) / count
         if lost > _NEGLIGIBLE:
+            yield f"The current q(u) gives away {lost:.2f} nats per point against the best one; see set_optimal_q."
+        if self.jitter / count > _NEGLIGIBLE:
             yield (
-                f"The current q(u) gives away {lost:.2f} nats per point against the best one with a full covariance; see "
-                "set_optimal_q."
+                f"The jitter costs {self.jitter / count:.2f} nats per point beside this noise, which training inflates to avoid "
+                "it: train in float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)."
             )
-        if jitter > _NEGLIGIBLE:
-            yield (
-                f"The jitter costs {jitter:.2f} nats per point beside this noise, which training inflates "
-                "to avoid it: train in float64, or with gpytorch.settings.variational_cholesky_jitter(float_value=1e-6)."
-            )
-
-    def _per_point(self, value: float, less: float = 0.0) -> float:
-        return (value - less) / self.num_data
 
     def __str__(self) -> str:
         quantiles = lambda values: "  ".join(f"{value:.3g}" for value in values)
-        largest = max(self.scale_histogram)
         lines = [
             f"{self.num_data} points, {self.num_inducing} inducing points, mean noise variance {self.noise:.3g}",
             f"residual over noise d/s2: mean {self.mean_ratio:.3g}; 5, 25, 50, 75, 95%: {quantiles(self.ratio_quantiles)}",
             f"best scales m: 5, 25, 50, 75, 95%: {quantiles(self.scale_quantiles)}",
         ]
         for i, count in enumerate(self.scale_histogram):
-            lines.append(f"  {i / 10:.1f}-{(i + 1) / 10:.1f} {'#' * math.ceil(30 * count / largest):<30} {count}")
+            width = -(-30 * count // max(self.scale_histogram))
+            lines.append(f"  {i / 10:.1f}-{(i + 1) / 10:.1f} {'#' * width:<30} {count}")
         lines.append("bounds on the log evidence at these hyperparameters and the best q(u)")
         lines.append(f"{'':18}{'sum':>14}{'per point':>12}{'above F1':>12}")
         for name, title in _TITLES.items():
             value = getattr(self, name)
             if value is not None:
-                above = self._per_point(value, self.titsias)
-                lines.append(f"{title:18}{value:>14.3f}{self._per_point(value):>12.4f}{above:>+12.4f}")
+                each, above = value / self.num_data, (value - self.titsias) / self.num_data
+                lines.append(f"{title:18}{value:>14.3f}{each:>12.4f}{above:>+12.4f}")
         return "\n".join([*lines, *self._advice()])
 
 
@@ -230,48 +224,45 @@ def diagnose(
         >>> diagnosis.advice  # doctest: +ELLIPSIS
         'Of the ... nats per point between the standard bound and the evidence, the tighter bound closes ...'
     """
-    require_gaussian(
-        likelihood,
-        "diagnose",
-        "For others compare evaluate_bound(model, likelihood, x, y) with the same and objective=gpytorch.mlls.VariationalELBO.",
-    )
+    hint = "For others compare evaluate_bound(...) with the same and objective=gpytorch.mlls.VariationalELBO."
+    require_gaussian(likelihood, "diagnose", hint)
     is_standard = isinstance(model, ApproximateGP) and type(model.variational_strategy) is VariationalStrategy
     model = tighter_copy(model) if is_standard else model
     like = reference(model, likelihood)
-    inputs, y = input_rows(x, like), as_tensor(y, like)
-    if y.dim() != 1 or inputs.shape[:-1] != y.shape:
+    inputs, shape = input_rows(x, like), tuple(np.shape(y))
+    if shape != inputs.shape[:-1] or len(shape) != 1:
         raise ValueError(
-            f"diagnose looks at one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {tuple(y.shape)}."
+            f"diagnose takes one single-output model: x N x D and y N; got {tuple(inputs.shape)} and {shape}."
         )
-    kwargs = {name: as_tensor(value, like, name) for name, value in kwargs.items()}
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y).double()
-    full = evidence = current = None
-    jitter = 0.0
+    y, noise = targets_and_noise(likelihood, inputs, y, per_point(kwargs, likelihood, inputs))
+    noise = noise.double()  # [N]
+    found: dict[str, Any] = dict.fromkeys(("current", "block", "neighbours", "full", "evidence"))
+    jitter, sets = 0.0, dict.fromkeys(PENALTIES)  # by bound, the points that may be correlated
     with temporary_mode(model, False), full_precision(y.device.type):
         posterior = posterior_of(model, torch.float64)
         if posterior.q.mean.dim() > 1 or posterior.prior(inputs[:1]).matrix.dim() > 2:
             raise ValueError("diagnose looks at one model at a time; this is a batch of them.")
         prior, sums = gathered(posterior.prior, inputs, y, noise, likelihood, batch_size)
-        posterior = posterior._replace(prior=prior)
-        base, upper, misfit = _collapsed(posterior, sums, inputs, y, noise, batch_size)
-        labels = _labels(posterior, inputs, blocks)
-        block = None if labels is None else base - _block_price(posterior, inputs, noise, labels)
-        neighbours = None
+        base, upper, misfit = _second_pass(prior, sums, inputs, y, noise, batch_size)
+        labels = _labels(posterior.labels, inputs, blocks)
+        if labels is not None:
+            sets["block"] = block_table(labels)
         if num_neighbours is not None:
-            rows = inputs[:]
-            sets = earlier_neighbours(prior, rows, noise, num_neighbours, seed)
-            neighbours = base - price("neighbours", sums.residual, noise, rows_within(prior, rows), sets=sets)
+            sets["neighbours"] = earlier_neighbours(prior, inputs[:], noise, num_neighbours, seed)
         if len(y) <= max_exact:
+            sets["full"] = None
             every = inputs[:]
-            points, covariance = posterior.prior(every), posterior.prior.covariance(every, every, torch.float64)
-            full = base - full_penalty(covariance - points.matrix.mT @ points.matrix, noise)
-            evidence = exact_log_evidence(covariance, (y - points.mean).double(), noise)
+            covariance = prior.covariance(every, every, torch.float64)  # K  [N, N]
+            found["evidence"] = exact_log_evidence(covariance, (y - prior(every).mean).double(), noise)
+        residual, within = sums.residual, rows_within(prior, inputs.__getitem__)
+        for name, points in sets.items():
+            found[name] = base - price(name, residual, noise, within, points)
     if posterior.strategy is not None:
         objective = VariationalELBO if is_standard else TighterELBO
         jitter = 0.5 * posterior.strategy.jitter_val * noise.reciprocal().sum().item()
-        current = evaluate_bound(model, likelihood, inputs.values, y, batch_size, objective=objective, **kwargs)
-    residual = sums.residual
-    ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())
+        found["current"] = evaluate_bound(model, likelihood, x, y, batch_size, objective=objective, **kwargs)
+    ratio, scale = residual / noise, optimal_scale(residual, noise.reciprocal())  # d_n / sigma_n^2 and m_n  [N]
+    values: dict[str, Any] = {name: None if value is None else value.item() for name, value in found.items()}
     return Diagnosis(
         num_data=len(y),
         num_inducing=sums.linear.size(-1),
@@ -280,76 +271,55 @@ def diagnose(
         ratio_quantiles=_quantiles(ratio),
         scale_quantiles=_quantiles(scale),
         scale_histogram=(10 * scale).long().clamp(0, 9).bincount(minlength=10).tolist(),
-        current=_item(current),
         jitter=jitter,
         nystrom=base.item(),
-        **{
-            name: (base - penalty(residual, noise)).item() for name, penalty in PENALTIES.items()
-        },  # three of the bounds
-        block=_item(block),
-        neighbours=_item(neighbours),
-        full=_item(full),
-        evidence=_item(evidence),
         upper=upper.item(),
-        misfit=misfit,
+        misfit=misfit.item(),
         is_standard=is_standard,
+        **values,
     )
 
 
-def _collapsed(
-    posterior: Posterior, sums: DataSums, x: Rows, y: Tensor, noise: Tensor, batch_size: int
-) -> tuple[Tensor, Tensor, float]:
+def _second_pass(
+    prior: Prior, sums: DataSums, x: Rows, y: Tensor, noise: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     r"""The log density under the explained prior, an upper bound on the evidence, and the relative error.
 
     The upper bound lowers :math:`(Q + D + \Sigma)^{-1}` to :math:`(Q + (1 + t)\Sigma)^{-1}`, with :math:`t` the trace of
     :math:`\Sigma^{-1/2} D \Sigma^{-1/2}`, and the determinant to that of :math:`Q + \Sigma`.
     """
-    ratio = (sums.residual / noise).sum()
+    ratio = (sums.residual / noise).sum()  # t
     widths = torch.stack([torch.ones_like(ratio), 1 + ratio])  # 1 and 1 + t
+    # The best q(w) under noise of either width.
     core = collapse(sums.gram / widths.view(2, 1, 1), sums.linear / widths.view(2, 1))
-    misfit, squares, explained = torch.zeros_like(widths), torch.empty_like(noise), torch.empty_like(noise)
+    left, norms = [], []
     for rows in chunks(len(y), batch_size):
-        points = posterior.prior(x[rows])
-        explained[rows] = points.matrix.square().sum(-2).to(explained)
-        left = (y[rows] - points.mean).double() - core.weights @ points.matrix  # [2, B]
-        misfit, squares[rows] = misfit + (left.square() / noise[rows]).sum(-1), left[0].square()
-    quadratic = misfit / widths + core.weights.square().sum(-1)
+        points = prior(x[rows])
+        left.append((y[rows] - points.mean).double() - core.weights @ points.matrix)  # y - mu - A'w  [2, B]
+        norms.append(points.matrix.square().sum(-2))
+    squares, explained = torch.cat(left, -1).square(), torch.cat(norms)  # [2, N] and a_n'a_n  [N]
+    quadratic = (squares / noise).sum(-1) / widths + core.weights.square().sum(-1)
     base, upper = collapsed_log_prob(quadratic, core.log_det[0], noise.log().sum(), len(y))
     # A target may be known by heart where inducing points reach hardly more points than they are.
     counts = explained <= (1 - _UNEXPLAINED) * (sums.residual + explained)
     if (~counts).sum() > 2 * sums.linear.size(-1) or not counts.any():
         counts = torch.ones_like(counts)
+    # Root mean squared error over standard deviation, of the points that count.
     spread = (y.double() - y.double().mean()).square()[counts].sum()
-    error = (squares[counts].sum() / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
-    return base, upper, error.item()
+    misfit = (squares[0, counts].sum() / spread.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+    return base, upper, misfit
 
 
-def _labels(posterior: Posterior, x: Rows, blocks: Tensor | int | None) -> Tensor | None:
+def _labels(own: Tensor | None, x: Rows, blocks: Tensor | int | None) -> Tensor | None:
     """The block of each point: given, to be made, or the model's own."""
     if isinstance(blocks, int):
         return partition(x[:], blocks)
     if blocks is not None and blocks.shape != x.shape[:-1]:
         raise ValueError(f"blocks must have one label per point, shape ({len(x)},); got {tuple(blocks.shape)}.")
-    own = posterior.labels
     return own if blocks is None and own is not None and len(own) == len(x) else blocks
-
-
-def _block_price(posterior: Posterior, x: Rows, noise: Tensor, labels: Tensor) -> Tensor:
-    """The price of D within each block."""
-    price = torch.zeros_like(noise[0])
-    for rows in labels.argsort().split(labels.unique(return_counts=True)[1].tolist()):
-        inputs = x[rows]
-        projection = posterior.prior(inputs).matrix
-        covariance = posterior.prior.residual_covariance(inputs, inputs, projection, projection)
-        price = price + full_penalty(covariance, noise[rows])
-    return price
 
 
 def _quantiles(values: Tensor) -> list[float]:
     # torch.quantile takes at most 2**24 values.
-    place = [round(q * (len(values) - 1)) for q in QUANTILES]
+    place = [round(q * (len(values) - 1)) for q in _QUANTILES]
     return values.sort().values[place].tolist()
-
-
-def _item(value: Tensor | None) -> float | None:
-    return None if value is None else value.item()

@@ -14,6 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from .draws import seeded
 from .models import BinaryClassification, MultiClassification, Regression
 from .neighbours import NeighbourGP
 from .predictions import PredictiveDistribution, predict, predict_y
@@ -28,6 +29,18 @@ _DRAWS = 512  # of the functions of a softmax
 
 class _TighterGP(BaseEstimator):
     """What both share: scales, inducing points, training."""
+
+    def __init__(
+        self,
+        num_inducing: int = 256,
+        kernel: Kernel | None = None,
+        steps: int | None = None,
+        random_state: Any = 0,
+        device: str | torch.device | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self.num_inducing, self.kernel, self.steps = num_inducing, kernel, steps
+        self.random_state, self.device, self.verbose = random_state, device, verbose
 
     def _start(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray, np.ndarray]:
         """Checked inputs and targets, as scikit-learn wants them checked."""
@@ -47,25 +60,16 @@ class _TighterGP(BaseEstimator):
         self._dtype = torch.float64 if len(X) <= _SMALL else torch.float32
         x = self._scaled(X)
         sample = x[some].unique(dim=0)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
+        with seeded(self._seed, x.device):
             kernel: Kernel | None = copy.deepcopy(self.kernel)
             if is_shared:
                 kernel = ScaleKernel(MaternKernel(1.5))
                 kernel.base_kernel.lengthscale = X.shape[1] ** 0.5
-            self.model_ = make(sample, min(self.num_inducing, len(sample)), covar_module=kernel).to(x)
-            self.likelihood_ = self.model_.likelihood
+            model = make(sample, min(self.num_inducing, len(sample)), covar_module=kernel).to(x)
             steps = int(np.clip(15 * len(X) / 1024, 100, 3000)) if self.steps is None else self.steps
-            targets = torch.as_tensor(y, device=x.device)
-            fit(
-                self.model_,
-                self.likelihood_,
-                x,
-                targets,
-                steps=steps,
-                seed=self._seed % 2**16,
-                progress=bool(self.verbose),
-            )
+            targets, seed = torch.as_tensor(y, device=x.device), self._seed % 2**16
+            fit(model, model.likelihood, x, targets, steps=steps, seed=seed, progress=bool(self.verbose))
+        self.model_, self.likelihood_ = model, model.likelihood
         return x
 
     def _scaled(self, X: np.ndarray) -> Tensor:
@@ -80,11 +84,10 @@ class _TighterGP(BaseEstimator):
     def relevance_(self) -> np.ndarray:
         """How much each input matters, the inverse of its lengthscale, summing to one; all alike for one lengthscale."""
         check_is_fitted(self)
-        found = [part.lengthscale for part in self.model_.modules() if getattr(part, "has_lengthscale", False)]
-        inverse = torch.stack(
-            [1 / scale.detach().reshape(-1, scale.size(-1)).mean(0).expand(len(self._std)) for scale in found]
-        )
-        return (inverse.mean(0) / inverse.mean(0).sum()).double().cpu().numpy()
+        kernels = [part for part in self.model_.modules() if getattr(part, "has_lengthscale", False)]
+        scales = [kernel.lengthscale.detach().flatten(0, -2).mean(0).expand(len(self._std)) for kernel in kernels]
+        inverse = (1 / torch.stack(scales)).mean(0)  # [D]
+        return (inverse / inverse.sum()).double().cpu().numpy()
 
 
 class TighterGPRegressor(RegressorMixin, _TighterGP):
@@ -118,8 +121,8 @@ class TighterGPRegressor(RegressorMixin, _TighterGP):
         device: str | torch.device | None = None,
         verbose: int = 0,
     ) -> None:
-        self.num_inducing, self.kernel, self.steps, self.neighbours = num_inducing, kernel, steps, neighbours
-        self.random_state, self.device, self.verbose = random_state, device, verbose
+        super().__init__(num_inducing, kernel, steps, random_state, device, verbose)
+        self.neighbours = neighbours
 
     def fit(self, X: Any, y: Any) -> TighterGPRegressor:
         """Train on a table of inputs and a target, ``N x D`` and ``N``."""
@@ -135,21 +138,20 @@ class TighterGPRegressor(RegressorMixin, _TighterGP):
         return self
 
     def _distribution(self, X: Any) -> PredictiveDistribution:
-        return predict_y(self.model_, self.likelihood_, self._inputs(X))
+        x = self._inputs(X)
+        return predict_y(self.model_, self.likelihood_, x)
 
     def _to_units(self, values: Tensor) -> np.ndarray:
         return values.double().cpu().numpy() * self._y_std + self._y_mean
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Mean of the target, and its standard deviation, noise included."""
-        check_is_fitted(self)
         y = self._distribution(X)
         mean = self._to_units(y.mean)
         return (mean, y.stddev.double().cpu().numpy() * self._y_std) if return_std else mean
 
     def predict_interval(self, X: Any, coverage: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of central intervals that hold the target with some probability."""
-        check_is_fitted(self)
         low, high = self._distribution(X).interval(coverage)
         return self._to_units(low), self._to_units(high)
 
@@ -170,18 +172,6 @@ class TighterGPClassifier(ClassifierMixin, _TighterGP):
         True
     """
 
-    def __init__(
-        self,
-        num_inducing: int = 256,
-        kernel: Kernel | None = None,
-        steps: int | None = None,
-        random_state: Any = 0,
-        device: str | torch.device | None = None,
-        verbose: int = 0,
-    ) -> None:
-        self.num_inducing, self.kernel, self.steps = num_inducing, kernel, steps
-        self.random_state, self.device, self.verbose = random_state, device, verbose
-
     def fit(self, X: Any, y: Any) -> TighterGPClassifier:
         """Train on a table of inputs and labels, ``N x D`` and ``N``."""
         X, y = self._start(X, y)
@@ -195,7 +185,6 @@ class TighterGPClassifier(ClassifierMixin, _TighterGP):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities of the classes, in the order of ``classes_``."""
-        check_is_fitted(self)
         x = self._inputs(X)
         if len(self.classes_) == 2:
             positive = predict_y(self.model_, self.likelihood_, x).probs.double().cpu().numpy()

@@ -15,21 +15,26 @@ from gpytorch.variational import VariationalStrategy
 from torch import Tensor
 
 from .blocks import block_chunks
-from .checks import check_dims
-from .collapsed import CollapsedGP
-from .collapsed.prices import earlier_neighbours, price, rows_within
+from .collapsed import CollapsedGP, TighterInducingPointKernel
+from .collapsed.core import chunked_bound
+from .collapsed.prices import earlier_neighbours
 from .conditionals import Blocks
 from .data import Rows, as_tensor, check_kind, input_rows, reference
-from .kernels import TighterInducingPointKernel
-from .likelihoods.family import gaussian_noise, observed
 from .likelihoods.targets import check_arguments, check_objective, check_targets
-from .maths.collapsed import collapsed_log_prob
 from .maths.linalg import full_precision
 from .mlls import TighterELBO
 from .modes import chunks, temporary_mode
 from .neighbours import NeighbourGP
-from .posterior import copied, exact_gp_prior, gathered, require_gaussian, tighter_copy, tighter_strategy
-from .prior import Prior
+from .posterior import (
+    copied,
+    exact_gp_prior,
+    gathered,
+    noise_of,
+    require_gaussian,
+    tighter_copy,
+    tighter_strategy,
+    with_target,
+)
 from .strategies import TighterStrategy, gp_of
 
 
@@ -70,32 +75,36 @@ def evaluate_bound(
         True
     """
     if isinstance(model, NeighbourGP):
-        raise TypeError(
-            "Predictions with neighbours have no bound on the evidence; the model that they were made from has."
-        )
+        raise TypeError("Predictions with neighbours have no bound on the evidence; the model they were made from has.")
     if x is None:
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
     dtype = reference(model, likelihood).dtype
     model, likelihood = in_float64(model, likelihood)
-    like = reference(model, likelihood)
-    rows_of_x = input_rows(x, like)
-    num_data, kwargs = len(rows_of_x), per_point(kwargs, likelihood, len(rows_of_x), like)
-    if isinstance(model, (ExactGP, CollapsedGP)):
-        y, noise = as_tensor(y, like), {name: value[:] for name, value in kwargs.items()}
-        _check_targets(y, num_data)
-        if isinstance(model, CollapsedGP) or any(isinstance(m, TighterInducingPointKernel) for m in model.modules()):
-            return _collapsed_bound(model, likelihood, rows_of_x, y, batch_size, **noise).to(dtype)
-        # GPyTorch's own SGPR, and an exact GP, whose bound is the evidence.
-        with temporary_mode(model, True), temporary_mode(likelihood, True):
-            log_prob = likelihood(model(rows_of_x[:]), **noise).log_prob(y)
-            return sum((term.loss() for term in model.added_loss_terms()), start=log_prob).to(dtype)
-    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
-    objective = objective or (TighterELBO if strategies else VariationalELBO)
+    rows_of_x = input_rows(x, reference(model, likelihood))
+    given = per_point(kwargs, likelihood, rows_of_x)
+    if not isinstance(model, (ExactGP, CollapsedGP)):
+        return _uncollapsed_bound(model, likelihood, rows_of_x, y, batch_size, objective, given).to(dtype)
+    y, noise = targets_and_noise(likelihood, rows_of_x, y, given)
+    is_ours = any(isinstance(part, (TighterInducingPointKernel, CollapsedGP)) for part in model.modules())
+    if is_ours:
+        return _collapsed_bound(model, likelihood, rows_of_x, y, noise, batch_size).to(dtype)
+    with temporary_mode(model, True), temporary_mode(likelihood, True):  # an exact GP, or GPyTorch's own SGPR
+        q = likelihood(model(rows_of_x[:]), **{name: value[:] for name, value in given.items()})
+        return sum((term.loss() for term in model.added_loss_terms()), start=q.log_prob(y)).to(dtype)
+
+
+def _uncollapsed_bound(
+    model: Any, likelihood: Any, x: Rows, y: Any, batch_size: int, objective: Any, kwargs: dict[str, Rows]
+) -> Tensor:
+    """Data terms chunk by chunk, less one KL divergence."""
+    num_data = len(x)
     if num_data not in y.shape[-2:]:
         raise ValueError(f"There must be one target for each of the {num_data} rows of x; got {tuple(y.shape)}.")
-    rows_of_y = Rows(y, like, dim=_point_dim(y.shape, num_data, model), name="y")
+    y = Rows(y, x.like, dim=_point_dim(y.shape, num_data, model), name="y")
     if isinstance(likelihood, FixedNoiseGaussianLikelihood) and "noise" not in kwargs:
-        kwargs["noise"] = Rows(likelihood.noise_covar.noise, like, name="noise")
+        kwargs = {**kwargs, "noise": Rows(likelihood.noise_covar.noise, x.like, name="noise")}
+    strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
+    objective = objective or (TighterELBO if strategies else VariationalELBO)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not known to be log-concave", UserWarning)  # said when training began
         mll = objective(likelihood, gp_of(model), num_data, combine_terms=False)
@@ -107,49 +116,37 @@ def evaluate_bound(
         for strategy in strategies:
             strategy.training = True
         for rows in chunks(num_data, batch_size) if labels is None else block_chunks(labels, batch_size):
-            batch, targets = rows_of_x[rows], rows_of_y[rows]
+            batch, targets = x[rows], y[rows]
             check_targets(likelihood, targets)
-            call = {"index": torch.arange(num_data, device=like.device)[rows]} if needs_index else {}
+            call = {"index": torch.arange(num_data, device=x.like.device)[rows]} if needs_index else {}
             q = model(batch, **call)
             terms = mll(q, targets, **{name: value[rows] for name, value in kwargs.items()})
             log_likelihood, kl_divergence, _, *rest = terms
             check_objective(log_likelihood, q, targets)
-            added_loss, conditional = (*rest, 0.0, 0.0)[:2]
+            added_loss, conditional = (*rest, 0.0, 0.0)[:2]  # both per datum, as the expectation
             data_terms = data_terms + batch.size(-2) * (log_likelihood - conditional - added_loss)
-    return (data_terms - num_data * kl_divergence).to(dtype)
+    return data_terms - num_data * kl_divergence
 
 
-def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
-    """Copies of a model and its likelihood in float64, for values that are reported; the jitter stays that of their own."""
-    if reference(model, likelihood).dtype == torch.float64:
-        return model, likelihood
-    model, likelihood = copied(model, likelihood)
-    for part in model.modules():
-        if isinstance(part, TighterStrategy):
-            part.jitter_val = part.jitter_val
-    return model.double(), likelihood.double()
-
-
-def _check_targets(y: Tensor, num_data: int) -> None:
-    """Raise unless there is one target per point."""
-    if y.shape[-1:] != (num_data,):
-        raise ValueError(f"Targets must have shape ... x {num_data}, one for each row of x; got {tuple(y.shape)}.")
-
-
-def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
-    """The dimension of targets that counts the points, from the end."""
-    several_tasks = hasattr(getattr(model, "variational_strategy", None), "num_tasks") or shape[-1] != num_data
-    return -2 if several_tasks and len(shape) > 1 and shape[-2] == num_data else -1
-
-
-def per_point(kwargs: dict[str, Any], likelihood: Any, num_data: int, like: Tensor) -> dict[str, Rows]:
-    """Per-point arguments of a likelihood, or a clear error."""
-    check_arguments(likelihood, kwargs)
-    for name, value in kwargs.items():
-        check_kind(name, value)
-        if tuple(value.shape[-1:]) != (num_data,):
-            raise ValueError(f"{name}= must have one value per point, ... x {num_data}; got {tuple(value.shape)}.")
-    return {name: Rows(value, like, name=name) for name, value in kwargs.items()}
+def _collapsed_bound(
+    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Rows, y: Tensor, noise: Tensor, batch_size: int
+) -> Tensor:
+    """The bound of a collapsed model at any data, missing targets left out."""
+    seen = with_target(likelihood, y)  # [..., N]
+    if y.dim() > 1 and not bool(seen.all()):
+        raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
+    rows = seen.reshape(-1, len(x))[0].nonzero().squeeze(-1)  # positions of rows with a target
+    at = lambda part: x[rows[part]]
+    y, noise, sets = y[..., rows], noise[..., rows], None
+    with temporary_mode(model, False), full_precision(y.device.type):
+        if isinstance(model, CollapsedGP):
+            prior, bound = model.prior(torch.float64), model.bound_name
+            if bound == "neighbours":
+                sets = earlier_neighbours(prior, at(slice(None)), noise, model.num_neighbours, model.seed)
+        else:
+            prior, bound = exact_gp_prior(model, torch.float64), model.covar_module.bound
+            sets = model.covar_module.sets_of(len(x), rows)
+        return chunked_bound(prior, at, y, noise, bound, batch_size, sets=sets)
 
 
 def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objective: Any, **kwargs: Any) -> Tensor:
@@ -163,6 +160,42 @@ def _latent_bound(model: Any, likelihood: Any, y: Any, batch_size: int, objectiv
     else:
         mll = objective(likelihood, model, len(y))
     return len(y) * mll.evaluate(y, batch_size=batch_size, **kwargs)
+
+
+def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
+    """Copies of a model and its likelihood in float64, for values that are reported; the jitter stays that of their own."""
+    if reference(model, likelihood).dtype == torch.float64:
+        return model, likelihood
+    model, likelihood = copied(model, likelihood)
+    for part in model.modules():
+        if isinstance(part, TighterStrategy):
+            part.jitter_val = part.jitter_val
+    return model.double(), likelihood.double()
+
+
+def targets_and_noise(likelihood: Any, x: Rows, y: Any, given: dict[str, Rows]) -> tuple[Tensor, Tensor]:
+    """All targets and their noise variances, ``... x N``, or a clear error."""
+    require_gaussian(likelihood, "A collapsed bound")
+    y = as_tensor(y, x.like)
+    if y.shape[-1:] != (len(x),):
+        raise ValueError(f"Targets must have shape ... x {len(x)}, one for each row of x; got {tuple(y.shape)}.")
+    return y, noise_of(likelihood, y, **{name: value[:] for name, value in given.items()})
+
+
+def _point_dim(shape: tuple[int, ...], num_data: int, model: Any) -> int:
+    """The dimension of targets that counts the points, from the end."""
+    several_tasks = hasattr(getattr(model, "variational_strategy", None), "num_tasks") or shape[-1] != num_data
+    return -2 if several_tasks and len(shape) > 1 and shape[-2] == num_data else -1
+
+
+def per_point(kwargs: dict[str, Any], likelihood: Any, x: Rows) -> dict[str, Rows]:
+    """Per-point arguments of a likelihood, or a clear error."""
+    check_arguments(likelihood, kwargs)
+    for name, value in kwargs.items():
+        check_kind(name, value)
+        if tuple(value.shape[-1:]) != (len(x),):
+            raise ValueError(f"{name}= must have one value per point, ... x {len(x)}; got {tuple(value.shape)}.")
+    return {name: Rows(value, x.like, name=name) for name, value in kwargs.items()}
 
 
 @torch.no_grad()
@@ -195,83 +228,17 @@ def set_optimal_q(
         True
     """
     require_gaussian(likelihood, "set_optimal_q")
-    if type(getattr(model, "variational_strategy", None)) is VariationalStrategy:  # GPyTorch's own
-        ours, standard = tighter_copy(model), model.variational_strategy
+    standard: Any = getattr(model, "variational_strategy", None)
+    if type(standard) is VariationalStrategy:  # GPyTorch's own
+        ours = tighter_copy(model)
         set_optimal_q(ours, likelihood, x, y, batch_size, **kwargs)
-        standard._variational_distribution.load_state_dict(
-            ours.variational_strategy._variational_distribution.state_dict()
-        )
+        q = ours.variational_strategy._variational_distribution
+        standard._variational_distribution.load_state_dict(q.state_dict())
         standard.variational_params_initialized.fill_(1)
         return
-    strategy = tighter_strategy(model)
-    like = reference(model, likelihood)
-    rows_of_x, y = input_rows(x, like), as_tensor(y, like)
-    check_dims(rows_of_x.shape, strategy.inducing_points.size(-1))
-    _check_targets(y, len(rows_of_x))
-    given = per_point(kwargs, likelihood, len(rows_of_x), like)
-    variances = {name: value[:] for name, value in given.items()}
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **variances).expand_as(y)
+    strategy, like = tighter_strategy(model), reference(model, likelihood)
+    rows_of_x = input_rows(x, like)
+    y, noise = targets_and_noise(likelihood, rows_of_x, y, per_point(kwargs, likelihood, rows_of_x))
     with temporary_mode(model, False), full_precision(like.device.type):
         _, sums = gathered(strategy.prior(), rows_of_x, y, noise, likelihood, batch_size)
     strategy.set_optimal(sums.gram, sums.linear)
-
-
-def _collapsed_bound(
-    model: ExactGP | CollapsedGP, likelihood: Likelihood, x: Rows, y: Tensor, batch_size: int, **kwargs: Any
-) -> Tensor:
-    """The bound of a collapsed model at any data, missing targets left out."""
-    require_gaussian(likelihood, "A collapsed bound")
-    noise = gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
-    neighbours: tuple[int, ...] = ()
-    with temporary_mode(model, False), full_precision(y.device.type):
-        if isinstance(model, CollapsedGP):
-            name, blocks, prior = model.bound_name, None, model.prior(torch.float64)
-            neighbours = model.num_neighbours, model.seed
-        else:
-            prior = exact_gp_prior(model, torch.float64)
-            name, blocks = model.covar_module.bound, model.covar_module.blocks
-        prior, sums = gathered(prior, x, y, noise, likelihood, batch_size)
-        mask = observed(likelihood, y, y.shape[-1:])
-        seen = torch.ones_like(y, dtype=torch.bool) if mask is None else mask.expand_as(y)
-        noise = noise.double()
-        core, misfit = sums.collapse(), torch.zeros_like(noise[..., 0])
-        for rows in chunks(len(x), batch_size):
-            points = prior(x[rows])
-            left = y[..., rows] - points.mean - (points.matrix.mT @ core.weights.unsqueeze(-1)).squeeze(-1)
-            misfit = misfit + torch.where(seen[..., rows], left.square() / noise[..., rows], 0.0).sum(-1)
-        log_noise = torch.where(seen, noise.log(), 0.0).sum(-1)
-        cost = _price(prior, name, blocks, x, sums.residual, noise, seen, *neighbours)
-    quadratic = misfit + core.weights.square().sum(-1)
-    # A batch of models may miss different targets.
-    constant = collapsed_log_prob(quadratic, core.log_det, log_noise, seen.sum(-1).to(noise.dtype))
-    return (constant - cost).to(y.dtype)
-
-
-def _price(
-    prior: Prior,
-    name: str,
-    blocks: Blocks | None,
-    x: Rows,
-    residual: Tensor,
-    noise: Tensor,
-    seen: Tensor,
-    *neighbours: int,
-) -> Tensor:
-    """The price of the residual at the targets that there are."""
-    if seen.dim() > 1 and not bool(seen.all()):
-        raise NotImplementedError("Missing targets of a batch of collapsed models: evaluate one model at a time.")
-    if bool(seen.all()):
-        rows = torch.arange(len(x), device=seen.device)
-    else:
-        rows = seen.nonzero().squeeze(-1)
-        blocks = None if blocks is None else Blocks(blocks.labels[rows])
-
-    inputs = x[rows]
-    if name == "neighbours":
-        sets = earlier_neighbours(prior, inputs, noise[rows], *neighbours)
-        return price(name, residual[rows], noise[rows], rows_within(prior, inputs), sets=sets)
-
-    def within(sets: Tensor) -> Tensor:
-        return prior.residual_within(prior(inputs), inputs, sets)
-
-    return price(name, residual[..., rows], noise[..., rows], within, blocks)

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
-from .data import Rows, reference
+from .data import Rows, check_array, reference
 from .maths.linalg import full_precision
 from .modes import chunks
 
 Inputs = Tensor | np.ndarray
 
+# The floor of starting lengthscales as a fraction of the median distance, and the rows looked at for it.
+_FLOOR, _MOST_ROWS = 0.25, 1000
+
 METHODS = ("kmeans", "greedy", "random")
 
 
+@torch.no_grad()
 def allocate(
     x: Inputs,
     num_points: int,
@@ -60,20 +64,17 @@ def allocate(
     if method == "random":
         return random_subset(x, num_points, seed=seed)
     is_allocator = hasattr(method, "allocate_inducing_points")
-    if kernel is None and (is_allocator or method == "greedy"):
+    if method != "greedy" and not is_allocator:
+        raise ValueError(
+            f"Unknown method {method!r}; choose {', '.join(map(repr, METHODS))} or pass BoTorch's allocator."
+        )
+    if kernel is None:
         raise ValueError(f"Placement by {method!r} depends on the kernel: pass kernel=.")
-    if is_allocator:
-        rows = _checked(x, num_points, kernel)[:]  # [N, D]
-        with torch.no_grad():
-            found = method.allocate_inducing_points(
-                inputs=rows, covar_module=kernel, num_inducing=num_points, input_batch_shape=rows.shape[:-2]
-            )
-        return found.detach().clone()
-    if method == "greedy" and kernel is not None:
+    if method == "greedy":
         return greedy_variance(x, num_points, kernel, seed=seed, chunk_size=chunk_size)
-    raise ValueError(
-        f"Unknown method {method!r}; choose {', '.join(map(repr, METHODS))} or pass an InducingPointAllocator of BoTorch."
-    )
+    inputs = _checked(x, num_points, kernel)[:]  # [N, D]
+    given = {"inputs": inputs, "covar_module": kernel, "input_batch_shape": torch.Size()}
+    return method.allocate_inducing_points(num_inducing=num_points, **given).detach().clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,23 +166,20 @@ def greedy_variance(x: Inputs, num_points: int, kernel: Kernel, *, seed: int = 0
         torch.Size([10, 2])
     """
     rows = _checked(x, num_points, kernel)
-    residual = torch.cat([kernel(chunk, diag=True) for chunk in _parts(rows, chunk_size)], -1)  # d_n, N
+    residual = torch.cat([kernel(chunk, diag=True) for chunk in _parts(rows, chunk_size)], -1)  # d_n  [N]
     if residual.dim() != 1:
-        raise ValueError(
-            f"greedy_variance places points for one kernel; got one of batch shape {tuple(residual.shape[:-1])}. "
-            "Call it once per member of the batch."
-        )
+        raise ValueError(f"greedy_variance takes one kernel; got one of batch shape {tuple(residual.shape[:-1])}.")
     rounding = 10 * torch.finfo(residual.dtype).eps * residual.max()
     ties = (residual == residual.max()).nonzero().squeeze(-1)
     pivot = ties[torch.randint(len(ties), (), generator=_generator(rows, seed), device=residual.device)]
     chosen: list[Tensor] = []
-    factor = residual.new_empty(num_points, len(rows))  # the rows of A given the points so far
+    factor = residual.new_empty(num_points, len(rows))  # the rows of A given the points so far  [M, N]
     while len(chosen) < num_points and residual[pivot] > rounding:
         known = factor[: len(chosen)]
         point = rows[pivot.unsqueeze(0)]
         column = torch.cat([kernel(chunk, point).to_dense().squeeze(-1) for chunk in _parts(rows, chunk_size)])
         with full_precision(known.device.type):
-            row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()
+            row = (column - known[:, pivot] @ known) / residual[pivot].sqrt()  # [N]
         factor[len(chosen)] = row
         chosen.append(pivot)
         residual = (residual - row.square()).clamp_min(0.0)
@@ -190,9 +188,8 @@ def greedy_variance(x: Inputs, num_points: int, kernel: Kernel, *, seed: int = 0
     points = _distinct_rows(rows, torch.cat([torch.stack(chosen), _permutation(rows, seed)]), num_points)
     if len(chosen) < num_points:
         warnings.warn(
-            f"{len(chosen)} inducing points explain all of x up to rounding in "
-            f"{str(residual.dtype).removeprefix('torch.')}; the other {num_points - len(chosen)} were drawn at random. "
-            "Fewer inducing points would do for this kernel.",
+            f"{len(chosen)} inducing points explain all of x up to rounding in {_name(residual.dtype)}; the other "
+            f"{num_points - len(chosen)} were drawn at random. Fewer would do for this kernel.",
             UserWarning,
             stacklevel=2,
         )
@@ -220,13 +217,42 @@ def median_lengthscale(x: Inputs, *, seed: int = 0, max_points: int = 1000) -> T
         2.0
     """
     rows = _checked(x, 1)
-    distances = torch.nn.functional.pdist(rows[_permutation(rows, seed)[:max_points]])
-    distances = distances[distances > 0]
+    distances = _distances(rows[_permutation(rows, seed)[:max_points]])
     if not len(distances):
-        raise ValueError(
-            f"All {min(len(rows), max_points)} inputs looked at are equal, so there is no distance to take."
-        )
+        raise ValueError(f"All {min(len(rows), max_points)} inputs looked at are equal: there is no distance.")
     return distances.median()
+
+
+def _distances(rows: Tensor) -> Tensor:
+    """The distances of different rows."""
+    distances = torch.nn.functional.pdist(rows)
+    return distances[distances > 0]
+
+
+@torch.no_grad()
+def start_lengthscales(rows: Tensor, centres: Tensor) -> Tensor:
+    r"""One lengthscale per input, which suits inputs in any units and cannot be tiny.
+
+    .. math:: \ell_j = \max\bigl(\sqrt D \operatorname{std}(z_j),\ \min(r / 4, \sqrt D \operatorname{std}(x_j))\bigr)
+
+    with :math:`r` the median distance of rows. Centres of k-means hardly differ in an input that few rows have, such as a
+    pixel at the border: the second term is for these.
+
+    :param rows: Training inputs, ``N x D``.
+    :param centres: Inducing points, ``M x D``.
+    :return: Shape ``D``.
+
+    Example:
+        >>> tighter_gp.inducing.start_lengthscales(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([[1.0, 1.0]]))
+        tensor([0.5000, 0.5000])
+    """
+    some = rows[:: -(-len(rows) // _MOST_ROWS)]
+    distances = _distances(some)
+    floor = _FLOOR * (distances.median() if len(distances) else distances.new_tensor(4.0))
+    root = rows.size(-1) ** 0.5
+    spread = root * some.std(-2, correction=0)
+    lowest = torch.where(spread > 0, torch.minimum(spread, floor), floor)  # a constant input has no say
+    return torch.maximum(root * centres.std(-2, correction=0), lowest)
 
 
 def split_inducing_points(points: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,7 +290,7 @@ def _plus_plus(x: Rows, num_points: int, seed: int, chunk_size: int) -> Tensor:
         _lower(distance, x, chosen[-1], rows)
         mass = distance.cumsum(0, dtype=torch.float64)
         if not mass[-1] > 0:
-            _raise_too_few(len(chosen), num_points)
+            raise _too_few(len(chosen), num_points)
         draw = mass[-1] * torch.rand((), generator=generator, device=device, dtype=torch.float64)
         index = torch.searchsorted(mass, draw, right=True).clamp_max(len(x) - 1)
         chosen.append(x[index.unsqueeze(0)][0])
@@ -295,7 +321,8 @@ def _lloyd(x: Rows, points: Tensor, chunk_size: int, max_iter: int, tol: float) 
             sums.index_add_(0, cells, chunk)
             counts.index_add_(0, cells, torch.ones_like(chunk[:, 0]))
         moved = torch.where(counts[:, None] > 0, sums / counts.clamp_min(1)[:, None] + centre, points)
-        _reseed(moved, counts == 0, x, chunk_size)
+        if bool((counts == 0).any()):
+            _reseed(moved, counts == 0, x, chunk_size)
         largest_move, points = (moved - points).square().sum(-1).max(), moved
         if largest_move <= smallest_move:
             break
@@ -304,12 +331,10 @@ def _lloyd(x: Rows, points: Tensor, chunk_size: int, max_iter: int, tol: float) 
 
 def _reseed(points: Tensor, empty: Tensor, x: Rows, chunk_size: int) -> None:
     """Put the points of empty cells, in place, at the rows farthest from all others."""
-    if not empty.any():
-        return
     kept = points[~empty]
-    cells = _nearest(x, kept, chunk_size)
-    pairs = zip(_parts(x, chunk_size), cells.split(chunk_size), strict=True)
-    distance = torch.cat([(chunk - kept[own]).square_().sum(-1) for chunk, own in pairs])
+    cells = _nearest(x, kept, chunk_size).split(chunk_size)
+    pairs = zip(_parts(x, chunk_size), cells, strict=True)
+    distance = torch.cat([(chunk - kept[own]).square_().sum(-1) for chunk, own in pairs])  # squared  [N]
     for index in empty.nonzero().squeeze(-1):
         points[index] = x[distance.argmax().unsqueeze(0)][0]
         _lower(distance, x, points[index], chunk_size)
@@ -322,12 +347,9 @@ def _reseed(points: Tensor, empty: Tensor, x: Rows, chunk_size: int) -> None:
 
 def _checked(x: Inputs, num_points: int, kernel: Kernel | None = None) -> Rows:
     """Inputs that points can be chosen from, looked at a chunk at a time."""
-    is_known = (isinstance(x, Tensor) and x.is_floating_point()) or isinstance(x, np.ndarray)
-    if not is_known or x.ndim not in (1, 2):
-        got = type(x).__name__
-        if isinstance(x, Tensor):
-            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
-        raise ValueError(f"x must be a floating point tensor or an array of numbers, N x D or N; got {got}.")
+    check_array("x", x)
+    if x.ndim not in (1, 2) or (isinstance(x, Tensor) and not x.is_floating_point()):
+        raise ValueError(f"x must be floating point, N x D or N; got {_name(x.dtype)} of shape {tuple(x.shape)}.")
     like = x if isinstance(x, Tensor) else torch.empty(0) if kernel is None else reference(kernel)
     rows = Rows(x, like, is_input=True)
     if not 1 <= num_points <= len(rows):
@@ -374,15 +396,20 @@ def _distinct_rows(x: Rows, order: Tensor, num_points: int) -> Tensor:
         rows = x[order[:looked_at]]
         different, inverse = torch.unique(rows, dim=0, return_inverse=True)
         if len(different) >= num_points:
-            position = torch.arange(len(rows), device=rows.device)
-            first = position.new_full((len(different),), len(rows)).scatter_reduce_(0, inverse, position, "amin")
-            return rows[first.sort().values[:num_points]]
+            break
         if looked_at >= len(order):
-            _raise_too_few(len(different), num_points)
+            raise _too_few(len(different), num_points)
         looked_at *= 2
+    position = torch.arange(len(rows), device=rows.device)
+    first = position.new_full((len(different),), len(rows)).scatter_reduce_(0, inverse, position, "amin")
+    return rows[first.sort().values[:num_points]]
 
 
-def _raise_too_few(distinct: int, num_points: int) -> NoReturn:
-    raise ValueError(
+def _too_few(distinct: int, num_points: int) -> ValueError:
+    return ValueError(
         f"x has {distinct} distinct rows, too few for {num_points} inducing points; ask for at most {distinct}."
     )
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

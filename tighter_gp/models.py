@@ -18,10 +18,9 @@ from gpytorch.variational import CholeskyVariationalDistribution, IndependentMul
 from torch import Tensor
 
 from .data import check_array, from_array
-from .inducing import kmeans
+from .inducing import kmeans, start_lengthscales
 from .likelihoods import BernoulliLogitLikelihood, HeteroscedasticGaussianLikelihood, PoissonLikelihood
 from .likelihoods.family import family
-from .starts import start_lengthscales
 from .strategies import TighterVariationalStrategy
 
 # Rows for k-means, of more data than that.
@@ -35,11 +34,6 @@ __all__ = [
     "MultiOutputRegression",
     "Regression",
 ]
-
-
-def _conditional(likelihood: Likelihood) -> str:
-    """The one place that says who chooses the scales, so that the bound is strict for every likelihood."""
-    return "optimal" if family(likelihood).is_log_concave else "scalar"
 
 
 class Regression(ApproximateGP):
@@ -76,17 +70,17 @@ class Regression(ApproximateGP):
         likelihood: Likelihood | None = None,
         _num_functions: int | None = None,
     ) -> None:
-        kinds = {"covar_module": (covar_module, Kernel), "mean_module": (mean_module, Mean)}
-        for name, (part, kind) in {**kinds, "likelihood": (likelihood, Likelihood)}.items():
-            if part is not None and not isinstance(part, kind):
-                got = repr(part) if isinstance(part, (str, type)) else type(part).__name__
-                raise TypeError(f"{name} must be a {kind.__name__} of GPyTorch; got {got}.")
+        _check_part("covar_module", covar_module, Kernel)
+        _check_part("mean_module", mean_module, Mean)
+        _check_part("likelihood", likelihood, Likelihood)
         shape = torch.Size(() if _num_functions is None else (_num_functions,))
         likelihood = self._make_likelihood(*shape) if likelihood is None else likelihood
         rows = _rows(x, inducing_points)
         z = kmeans(rows, min(num_inducing, len(rows))) if inducing_points is None else rows.detach().clone()
         q = CholeskyVariationalDistribution(z.size(-2), batch_shape=shape)
-        strategy: Any = TighterVariationalStrategy(self, z, q, conditional=_conditional(likelihood))
+        # The one place that says who chooses the scales, so that the bound is strict for every likelihood.
+        conditional = "optimal" if family(likelihood).is_log_concave else "scalar"
+        strategy: Any = TighterVariationalStrategy(self, z, q, conditional=conditional)
         if _num_functions is not None:
             strategy = IndependentMultitaskVariationalStrategy(strategy, num_tasks=_num_functions)
         super().__init__(strategy)
@@ -171,6 +165,12 @@ class MultiClassification(Regression):
 
     def __init__(self, num_classes: int, x: Any = None, num_inducing: int = 256, **kwargs: Any) -> None:
         super().__init__(x, num_inducing, **kwargs, _num_functions=_count("num_classes", num_classes))
+
+
+def _check_part(name: str, part: Any, kind: type) -> None:
+    if part is not None and not isinstance(part, kind):
+        got = repr(part) if isinstance(part, (str, type)) else type(part).__name__
+        raise TypeError(f"{name} must be a {kind.__name__} of GPyTorch; got {got}.")
 
 
 def _count(name: str, value: Any) -> int:

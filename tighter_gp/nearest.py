@@ -44,25 +44,31 @@ class RowSearch(GP):
 
     @property
     def prior(self) -> Prior:
-        """The prior of the sparse GP, with what turns inputs into (prior mean, A, d)."""
-        owner = self.model if isinstance(self.model, CollapsedGP) else self.model.variational_strategy
-        return owner.prior()
+        """The prior of the sparse GP, which turns inputs into (prior mean, A, d)."""
+        return getattr(self.model, "variational_strategy", self.model).prior()
 
     def rows(self, rows: Tensor | slice) -> Tensor:
         """Inputs of training rows."""
         return self.x[rows].to(self.y)
 
     @torch.no_grad()
-    def nearest(self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None) -> Tensor:
+    def nearest(
+        self, x: Tensor, own: Tensor | None = None, num_cells: int | None = None, num_neighbours: int | None = None
+    ) -> Tensor:
         """Positions of the nearest training rows, ``B x k``, in the metric of the kernel.
 
         :param x: Points, ``B x D``.
         :param own: Positions of these points among the rows, which are left out, ``B``.
         :param num_cells: How many cells of inducing points to search, where there are more than 100,000 rows.
+        :param num_neighbours: How many rows; default that of the model.
         """
-        count = min(self.num_neighbours + (own is not None), len(self.y))
-        metric, points = self._metric(), self._features(x)
-        visits = self._visits(points, metric, count, num_cells)
+        wanted = self.num_neighbours if num_neighbours is None else num_neighbours
+        if not wanted:
+            return torch.zeros(len(x), 0, dtype=torch.long, device=x.device)
+        count = min(wanted + (own is not None), len(self.y))
+        metric, points = self._metric(), self._features(x)  # [B, D]
+        visits = self._visits(points, metric, count, num_cells)  # [B, cells]
+        # The nearest so far, and their positions  [B, k].
         distance = points.new_full((len(x), count), torch.inf)
         found = torch.zeros(len(x), count, dtype=torch.long, device=x.device)
         for cell, rows in enumerate(self.cells):
@@ -71,14 +77,15 @@ class RowSearch(GP):
                 continue
             features = self._features(self.rows(rows))
             for part in visitors.split(max(1, 128 * self.chunk_size // (1 + len(rows)))):
+                # The nearest of this cell, then of those with what was found before.
                 values, place = metric(points[part], features).topk(min(count, len(rows)), largest=False)
                 values, order = torch.cat([distance[part], values], -1).topk(count, largest=False)
                 distance[part] = values
                 found[part] = torch.cat([found[part], rows[place]], -1).gather(-1, order)
         if own is None:
             return found
-        is_own = (found == own.unsqueeze(-1)).int()
-        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(self.num_neighbours, len(self.y) - 1)]
+        is_own = (found == own.unsqueeze(-1)).int()  # at most one per point, which goes last
+        return found.gather(-1, is_own.argsort(dim=-1, stable=True))[:, : min(wanted, len(self.y) - 1)]
 
     def _visits(
         self, points: Tensor, metric: Callable[[Tensor, Tensor], Tensor], count: int, num_cells: int | None
@@ -87,7 +94,7 @@ class RowSearch(GP):
         if len(self.cells) == 1:
             return torch.ones(len(points), 1, dtype=torch.bool, device=points.device)
         order = metric(points, self._features(self._points)).argsort(-1)  # [B, M]
-        sizes = torch.tensor([len(rows) for rows in self.cells], device=points.device)[order]
+        sizes = torch.tensor([len(rows) for rows in self.cells], device=points.device)[order]  # [B, M]
         wanted = sizes.cumsum(-1) - sizes < count
         wanted[:, : num_cells or max(_CELLS, len(self.cells) // 16)] = True
         return torch.zeros_like(wanted).scatter(-1, order, wanted)
@@ -105,6 +112,7 @@ class RowSearch(GP):
 
     @property
     def _points(self) -> Tensor:
+        """The inducing points."""
         is_collapsed = isinstance(self.model, CollapsedGP)
         return self.model.inducing_points if is_collapsed else self.model.variational_strategy.all_points()
 

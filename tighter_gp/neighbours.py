@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,6 @@ from .maths.linalg import full_precision
 from .modes import chunks
 from .nearest import RowSearch, as_rows
 from .posterior import posterior_of
-from .prior import Projection
 
 _GAUSSIAN = (GaussianLikelihood, FixedNoiseGaussianLikelihood)
 _ASIDE = 1000  # rows left aside when refining
@@ -113,50 +111,52 @@ class NeighbourGP(RowSearch):
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         if x.dim() != 2 or y.shape != x.shape[:1]:
             raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
-        given = {} if noise is None else {"noise": as_rows("noise", noise).to(y)}
-        noise = torch.ones_like(y)  # [1] or [N]
-        if is_gaussian:
-            noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given).detach().reshape(-1).to(y)
         self.num_neighbours, self.chunk_size, self.save_rows = num_neighbours, chunk_size, save_rows
         self.register_buffer("x", x, persistent=save_rows)
         self.register_buffer("y", y, persistent=save_rows)
+        given = {} if noise is None else {"noise": as_rows("noise", noise).to(y)}
         with full_precision(y.device.type):
             posterior = posterior_of(self.model)
             self.jitter = posterior.jitter
-            buffers = {"noise": noise, "noise_factor": noise.new_ones(()), "scale": noise.new_ones(())}
-            for name, value in {**buffers, **sums_of(posterior.q)}.items():
+            for name in ("noise", "noise_factor", "scale"):
+                self.register_buffer(name, y.new_ones(()))
+            for name, value in sums_of(posterior.q).items():
                 self.register_buffer(name, value)
             self.sort_rows()
             if not is_gaussian:
                 self.y, self.noise = self._pseudo_targets(x, y)
-            elif self.num_neighbours:
+                return
+            noise = gaussian_noise(likelihood, torch.Size(), y.shape, **given)
+            self.noise = noise.detach().reshape(-1).to(y)  # [1] or [N]
+            if self.num_neighbours:
                 self._refine(steps, torch.Generator().manual_seed(seed))
 
     def _pseudo_targets(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         r""":math:`\mu_n + g_n / \lambda_n` and their noise variances :math:`1 / \lambda_n`, at q(f) without neighbours."""
-        wanted, self.num_neighbours = self.num_neighbours, 0
-        mean, variance = self.f_at(x)
-        self.num_neighbours = wanted
-        slopes = expected_slopes(self.likelihood, y, MultivariateNormal(mean, DiagLinearOperator(variance)))
+        q = self.forward(x, num_neighbours=0)
+        slopes = expected_slopes(self.likelihood, y, q)
         curvature = slopes.curvature.clamp_min(1e-4)
-        return (mean + slopes.slope / curvature).to(y), curvature.reciprocal().to(y)
+        return (q.mean + slopes.slope / curvature).to(y), curvature.reciprocal().to(y)
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> MultivariateNormal:
-        """The distribution of f at inputs ``... x B x D``, each point by itself.
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> MultivariateNormal:
+        """The distribution of f at inputs ``... x B x D``, each point by itself; arguments as of :meth:`f_at`."""
+        mean, variance = self.f_at(x, *args, **kwargs)
+        return MultivariateNormal(mean, DiagLinearOperator(variance))
+
+    def f_at(
+        self, x: Tensor, own: Tensor | None = None, in_q: bool = False, num_neighbours: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f at inputs ``... x B x D``, shaped ``... x B``.
 
         :param own: For training rows: their positions, ``B``. Each is then predicted without itself.
         :param in_q: Whether q(w) still knows of it.
+        :param num_neighbours: Default that of the model; 0 for the sparse GP's own prediction.
         """
-        mean, variance = self.f_at(x, own, in_q)
-        return MultivariateNormal(mean, DiagLinearOperator(variance))
-
-    def f_at(self, x: Tensor, own: Tensor | None = None, in_q: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f at inputs ``... x B x D``, shaped ``... x B``; arguments as of :meth:`forward`."""
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         rows = x.reshape(-1, x.size(-1))
-        near, parts = self.nearest(rows, own), []
+        near, parts = self.nearest(rows, own, num_neighbours=num_neighbours), []
         with full_precision(x.device.type):
             for part in chunks(len(rows), max(1, self.chunk_size // (1 + near.size(-1)))):
                 parts.append(self._moments(rows[part], near[part], None if own is None or in_q else own[part]))
@@ -169,26 +169,29 @@ class NeighbourGP(RowSearch):
         size, inputs = len(x), torch.cat([x, self.rows(distinct)])
         sets = torch.cat([torch.arange(size, device=x.device).unsqueeze(-1), size + place], -1)  # [B, 1 + k]
         prior = self.prior
-        p = prior(inputs)
+        p = prior(inputs)  # A  [M, B + distinct] and d
         D = prior.residual_within(p, inputs, sets).double()  # [B, 1 + k, 1 + k]
         columns = p.matrix.mT[sets]  # [B, 1 + k, M]
         a, A = columns[:, 0], columns[:, 1:]
         noisy = D[:, 1:, 1:] + torch.diag_embed(self._noise(near)).to(D)
         # No neighbours where rounding leaves no factor: an input so far off that no row is near.
         is_usable = (torch.linalg.cholesky_ex(noisy.detach()).info == 0).view(-1, 1, 1)
+        # chol(D_cc + Sigma_c)  [B, k, k]
         factor = torch.linalg.cholesky(torch.where(is_usable, noisy, torch.eye(near.size(-1)).to(D)))
         cross = torch.where(is_usable, D[:, 1:, :1], 0.0)  # [B, k, 1]
         seen = torch.linalg.solve_triangular(factor, cross, upper=False)
-        v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)
+        v = torch.linalg.solve_triangular(factor.mT, seen, upper=True).to(A)  # [B, k, 1]
+        # d_* - D_*c (D_cc + Sigma_c)^-1 D_c*  [B]
         residual = (D[:, 0, 0] - seen.square().sum((-2, -1))).clamp_min(0).to(a)
         b = a - (A.mT @ v).squeeze(-1)  # [B, M]: what is left for q(w)
         q = collapse(self.gram.double(), self.linear.double())
-        weights, root = q.weights.to(a), q.root.to(a)
+        weights, root = q.weights.to(a), q.root.to(a)  # m  [M] and S = R R'  [M, M]
         mean = p.mean[:size] + b @ weights + (v.squeeze(-1) * (self.y[near] - p.mean[size:][place])).sum(-1)
         explained = (b @ root).square().sum(-1) + self.jitter
         if own is not None:  # without row n in q(w), in closed form
             noise_q = p.residual[:size] + self._noise(own)
             gain = a @ root @ root.mT / noise_q.unsqueeze(-1)  # [B, M]: S a_n / noise
+            # a'S a / noise and a'S b / noise: leverages of row n
             h, h_b = (gain * a).sum(-1).clamp_max(0.95), (gain * b).sum(-1)
             mean = mean - h_b * (self.y[own] - p.mean[:size] - a @ weights) / (1 - h)
             explained = explained + h_b.square() * noise_q / (1 - h)
@@ -203,14 +206,9 @@ class NeighbourGP(RowSearch):
     @torch.no_grad()
     def _sums(self, start: int = 0) -> DataSums:
         r"""Sums over the rows from ``start`` on that make q(w), with noise :math:`d_n + \sigma_n^2`."""
-
-        def batches() -> Iterator[tuple[Projection, Tensor, Tensor]]:
-            for part in chunks(len(self.y) - start, min(self.chunk_size, 4096)):
-                rows = slice(start + part.start, start + part.stop)
-                p = self.prior(self.rows(rows))
-                yield p, self.y[rows], (p.residual + self._noise(rows)).reciprocal()
-
-        return data_sums(batches())
+        rows = torch.arange(start, len(self.y), device=self.y.device).split(min(self.chunk_size, 4096))
+        noisy = lambda p, part: (p, self.y[part], (p.residual + self._noise(part)).reciprocal())
+        return data_sums(noisy(self.prior(self.rows(part)), part) for part in rows)
 
     def _set_q(self) -> None:
         """The best q(w) at the present hyperparameters."""
@@ -265,15 +263,14 @@ class NeighbourGP(RowSearch):
 
     def _refine(self, steps: int, generator: torch.Generator) -> None:
         """Adam on the logarithms of noise and positive hyperparameters, from the trained values; the best stop is kept."""
-        count = len(self.y) if steps else 0
+        count = len(self.y)
         aside, pool = torch.randperm(count, generator=generator).tensor_split([min(_ASIDE, count // 2)])
-        wanted, self.num_neighbours = self.num_neighbours, 0
-        stops = [self._stop(aside)] if len(aside) else []  # the usual prediction
-        self.num_neighbours = wanted
-        self._set_q()
-        if not stops:
+        if not steps or not len(aside):
+            self._set_q()
             return
-        stops.append(self._stop(aside))
+        usual = self._stop(aside, num_neighbours=0)
+        self._set_q()
+        stops = [usual, self._stop(aside)]
         constrained = [(name, p, c) for name, p, c in self.named_parameters_and_constraints() if c is not None]
         tuned = {name: (p, c) for name, p, c in constrained if "noise" not in name and bool((c.lower_bound >= 0).all())}
         logs = {name: c.transform(p).log() for name, (p, c) in tuned.items()}
@@ -303,41 +300,43 @@ class NeighbourGP(RowSearch):
                     self._set_q()
                 if step % 20 == 0 or step == steps:
                     stops.append(self._stop(aside))
-            if step == 20 and max(stops, key=lambda stop: stop.density) is stops[0]:
+            if step == 20 and max(stops, key=lambda stop: stop.density) is usual:
                 break
-        self._take(stops)
+        self._take(max(stops, key=lambda stop: stop.density), usual)
         self.noise_factor = self.noise[0] / trained[0] * self.scale
         _scale_noise(self.likelihood, self.noise_factor)
 
-    def _at_rows(self, rows: Tensor, values: dict[str, Tensor], in_q: bool = False) -> tuple[Tensor, Tensor]:
+    def _at_rows(
+        self, rows: Tensor, values: dict[str, Tensor], in_q: bool = False, num_neighbours: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Mean log density of training rows, each without itself, and their squared standard residuals.
 
         :param values: Parameters and noise to use in place of the present ones.
         :param in_q: Whether q(w) still knows of each.
         """
         rows = rows.to(self.y.device)
-        f = torch.func.functional_call(self, values, (self.rows(rows), rows, in_q), tie_weights=False)
+        arguments = self.rows(rows), rows, in_q, num_neighbours
+        f = torch.func.functional_call(self, values, arguments, tie_weights=False)
         variance = f.lazy_covariance_matrix.diagonal() + values.get("noise", self.noise).expand(len(self.y))[rows]
         squared = (self.y[rows] - f.mean).square() / variance
         return -0.5 * (squared + (2 * torch.pi * variance).log()).mean(), squared
 
+    @torch.no_grad()
+    def _stop(self, aside: Tensor, num_neighbours: int | None = None) -> Stop:
+        density, squared = self._at_rows(aside, {}, num_neighbours=num_neighbours)
+        return Stop(density.item(), squared, self._state())
+
     def _state(self) -> dict[str, Tensor]:
         """What refining changes."""
         state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        kept = {name: value.detach().clone() for name, value in state.items() if name not in ("x", "y")}
-        return {**kept, "_extra_state": self.get_extra_state()}
+        return {name: value.detach().clone() for name, value in state.items() if name not in ("x", "y")}
 
     @torch.no_grad()
-    def _stop(self, aside: Tensor) -> Stop:
-        density, squared = self._at_rows(aside, {})
-        return Stop(density.item(), squared, self._state())
-
-    @torch.no_grad()
-    def _take(self, stops: list[Stop]) -> None:
+    def _take(self, best: Stop, usual: Stop) -> None:
         """Take the best stop; if it is not the usual prediction, with variances scaled to cover the rows left aside."""
-        best, usual = max(stops, key=lambda stop: stop.density), stops[0]
         self.load_state_dict(best.state, strict=False)
         if best is usual:
+            self.num_neighbours = 0
             return
         squared, gain = best.squared, best.density - usual.density
         error = 1.5 * (0.95 * 0.05 / len(squared)) ** 0.5  # of the share of rows within their 95 % intervals

@@ -13,9 +13,8 @@ from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from .collapsed import CollapsedGP, DataSums, data_sums
-from .data import Rows
-from .kernels import TighterInducingPointKernel
+from .collapsed import CollapsedGP, DataSums, TighterInducingPointKernel, data_sums
+from .data import Rows, input_rows
 from .likelihoods.family import family, gaussian_noise, observed
 from .maths.moments import Whitened, explained_moments
 from .modes import chunks
@@ -71,21 +70,34 @@ class Posterior(NamedTuple):
 
     def moments(self, points: Projection) -> tuple[Tensor, Tensor]:
         """Mean and variance of q(f) with SVGP's conditional."""
-        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))
+        mean, explained = explained_moments(points.matrix, self.q.to(points.matrix.dtype))  # A'm and s  [..., B]
         return points.mean + mean, explained + points.residual + self.jitter
+
+
+def noise_of(likelihood: Any, y: Tensor, **kwargs: Any) -> Tensor:
+    """Noise variances of targets ``... x N``; ``kwargs`` are what the likelihood takes per point."""
+    return gaussian_noise(likelihood, y.shape[:-1], y.shape[-1:], **kwargs).expand_as(y)
+
+
+def with_target(likelihood: Any, y: Tensor) -> Tensor:
+    """Which targets there are; raises where NaN does not mean a missing one."""
+    seen = observed(likelihood, y, y.shape[-1:])
+    if seen is not None:
+        return seen.expand_as(y)
+    finite = torch.isfinite(y)
+    if not bool(finite.all()):
+        count = int((~finite).sum())
+        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
+    return finite
 
 
 def gathered(
     prior: Prior, x: Rows, y: Tensor, noise: Tensor, likelihood: Any, batch_size: int = 4096
 ) -> tuple[Prior, DataSums]:
     """The prior with its factor, and sums over a data set whose missing targets count for nothing."""
-    mask = observed(likelihood, y, y.shape[-1:])
-    if mask is None and not bool(torch.isfinite(y).all()):
-        count = int((~torch.isfinite(y)).sum())
-        raise ValueError(f"{count} of {y.numel()} targets are NaN or infinite; drop them, or mark NaN as missing.")
-    precision = noise.double().reciprocal()
-    if mask is not None:
-        precision, y = precision * mask, torch.where(mask, y, torch.zeros_like(y))
+    seen = with_target(likelihood, y)
+    precision = noise.double().reciprocal() * seen  # 1 / sigma_n^2, zero where a target is missing  [..., N]
+    y = torch.where(seen, y, torch.zeros_like(y))
     prior = prior if prior.factor is not None else prior.factorized(x[slice(batch_size)])
     return prior, data_sums((prior(x[rows]), y[..., rows], precision[..., rows]) for rows in chunks(len(x), batch_size))
 
@@ -95,17 +107,12 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
     kernel = getattr(model, "covar_module", None)
     if not isinstance(kernel, TighterInducingPointKernel):
         raise TypeError(
-            "A collapsed model needs a TighterInducingPointKernel as its covar_module, not scaled or added to others; "
-            f"got {type(kernel).__name__}. Put the other kernels inside, TighterInducingPointKernel(ScaleKernel(...))."
+            "A collapsed model needs a TighterInducingPointKernel as its covar_module, with other kernels inside, as in "
+            f"TighterInducingPointKernel(ScaleKernel(...)); got {type(kernel).__name__}."
         )
     if kernel.likelihood is not model.likelihood:
-        raise ValueError(
-            "The kernel was built with another likelihood than the model, and its bound has that one's noise: build both with "
-            "the same object."
-        )
-    y = model.train_targets
-    noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-    prior = kernel.prior(noise, dtype)
+        raise ValueError("The kernel was built with another likelihood than the model: build both with the same one.")
+    prior = kernel.prior(noise_of(model.likelihood, model.train_targets), dtype)
 
     def joint(x: Tensor) -> tuple[Tensor, LinearOperator]:
         """The prior mean at the inputs, and the covariance of what the kernel sees of them."""
@@ -114,8 +121,7 @@ def exact_gp_prior(model: ExactGP, dtype: torch.dtype | None = None) -> Prior:
         covar = data.lazy_covariance_matrix
         if not isinstance(covar, LazyEvaluatedKernelTensor) or covar.kernel is not kernel:
             raise TypeError(
-                "forward of a collapsed model must return the covariance of its covar_module as it is; "
-                f"got {type(covar).__name__}."
+                f"forward must return the covariance of its covar_module as it is; got {type(covar).__name__}."
             )
         return data.mean, prior.joint(covar.x1)[1]
 
@@ -132,12 +138,12 @@ def posterior_of(model: Any, dtype: torch.dtype | None = None) -> Posterior:
         training = TrainingData(model.train_x, None, model.train_noise, model.bound_name)
         return Posterior(prior, q, model.inducing_points, training=training)
     if isinstance(model, ExactGP):
-        kernel, (x,), y = model.covar_module, model.train_inputs, model.train_targets
-        noise = gaussian_noise(model.likelihood, y.shape[:-1], y.shape[-1:]).expand_as(y)
-        prior, sums = gathered(exact_gp_prior(model, dtype), Rows(x, x, is_input=True), y, noise, model.likelihood)
-        training = TrainingData(x, observed(model.likelihood, y, y.shape[-1:]), noise, kernel.bound)
-        labels = getattr(kernel.blocks, "labels", None)
-        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=labels)
+        (x,), y, likelihood = model.train_inputs, model.train_targets, model.likelihood
+        noise, prior = noise_of(likelihood, y), exact_gp_prior(model, dtype)
+        prior, sums = gathered(prior, input_rows(x, x), y, noise, likelihood)
+        kernel: Any = model.covar_module
+        training = TrainingData(x, observed(likelihood, y, y.shape[-1:]), noise, kernel.bound)
+        return Posterior(prior, sums.best_q(), kernel.inducing_points, training=training, labels=kernel.labels)
     strategy = tighter_strategy(model)
     strategy.start_from_prior()
     points, labels = strategy.all_points(), getattr(strategy.conditional, "labels", None)
@@ -167,14 +173,13 @@ def tighter_strategy(model: Any) -> TighterStrategy:
     strategy = getattr(model, "variational_strategy", None)
     if not isinstance(strategy, TighterStrategy):
         raise TypeError(
-            "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several "
-            f"tasks; got {type(model).__name__} with {type(strategy).__name__}. Of a module around a GP pass the GP, with the "
-            "inputs it is called with."
+            "Expected an ApproximateGP whose variational_strategy is one of tighter_gp's, not wrapped for several tasks; "
+            f"got {type(model).__name__} with {type(strategy).__name__}. Of a module around a GP pass the GP and its inputs."
         )
     if has_own_call(model):
         raise TypeError(
-            f"{type(model).__name__} has a __call__ of its own, which may change the inputs on their way to the strategy. Change "
-            "them in forward, which is called with the inducing points too, or before the call."
+            f"{type(model).__name__} has a __call__ of its own, which may change the inputs. Change them in forward, which "
+            "sees the inducing points too, or before the call."
         )
     return strategy
 

@@ -51,7 +51,7 @@ TARGETS = {
     "mlls/wrapped.py": (f"{E}wrappers", f"{E}deep_gp"),
     "collapsed/core.py": (f"{E}collapsed", f"{E}full_data"),
     "collapsed/collapsed_gp.py": (f"{E}collapsed",),
-    "kernels/tighter_inducing_point_kernel.py": (f"{E}sgpr", f"{E}golden"),
+    "collapsed/tighter_inducing_point_kernel.py": (f"{E}sgpr", f"{E}golden"),
     "predictions/last_term.py": ("predictions/test_last_term", f"{E}golden"),
     "predictions/densities.py": ("predictions/test_y",),
     "training/guard.py": ("training/test_survival",),

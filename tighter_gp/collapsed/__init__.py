@@ -2,5 +2,6 @@
 
 from .collapsed_gp import CollapsedGP, collapsed_bound
 from .core import DataSums, data_sums
+from .tighter_inducing_point_kernel import TighterInducingPointKernel
 
-__all__ = ["CollapsedGP", "DataSums", "collapsed_bound", "data_sums"]
+__all__ = ["CollapsedGP", "DataSums", "TighterInducingPointKernel", "collapsed_bound", "data_sums"]

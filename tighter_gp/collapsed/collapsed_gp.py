@@ -15,12 +15,12 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from ..likelihoods.family import family, gaussian_noise
-from ..maths.bounds import PENALTIES, check_bound, log_penalty
+from ..maths.bounds import PENALTIES, check_bound
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, explained_moments
 from ..prior import Prior
 from ..prior.projection import raise_if_not_finite
-from .core import chunked_bound, data_sums, detached, parameters_of
+from .core import chunked_bound, data_sums, detached
 from .prices import earlier_neighbours
 
 if TYPE_CHECKING:
@@ -70,12 +70,13 @@ def collapsed_bound(
     check_bound(bound, _BOUNDS)
     device = next((parameter.device for parameter in kernel.parameters()), None)
     x, y, inducing_points = _tensors(x, y, inducing_points, device)
-    variances = _tensor(noise).to(y).expand(y.shape)
-    points = detached(inducing_points)
-    prior = kernel_prior(kernel, points[1], variances.detach(), jitter_val)
+    variances = _tensor(noise).to(y).expand(y.shape)  # sigma_n^2  [N]
+    given = [detached(tensor) for tensor in (inducing_points, x, y, variances)]
+    points, x, y, variances = (leaf for _, leaf in given)
+    prior = kernel_prior(kernel, points, variances.detach(), jitter_val)
     sets = earlier_neighbours(prior, x, variances, num_neighbours, seed) if bound == "neighbours" else None
-    price = PENALTIES.get(bound, log_penalty)
-    return chunked_bound(prior, x, y, variances, price, chunk_size, [*parameters_of(kernel), points], sets)
+    leaves = [*((parameter, parameter) for parameter in kernel.parameters()), *given]
+    return chunked_bound(prior, x.__getitem__, y, variances, bound, chunk_size, leaves, sets)
 
 
 def kernel_prior(
@@ -109,10 +110,15 @@ def _tensor(values: Any, device: torch.device | None = None) -> Tensor:
     return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
+def _inputs(values: Any, device: torch.device | None = None) -> Tensor:
+    """The same of inputs, ``N x D`` or ``N``."""
+    x = _tensor(values, device)
+    return x.unsqueeze(-1) if x.dim() == 1 else x
+
+
 def _tensors(x: Any, y: Any, inducing_points: Any, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs ``N x D``, targets ``N`` and inducing points ``M x D``."""
-    x, y, inducing_points = (_tensor(values, device) for values in (x, y, inducing_points))
-    x, inducing_points = (values.unsqueeze(-1) if values.dim() == 1 else values for values in (x, inducing_points))
+    x, y, inducing_points = _inputs(x, device), _tensor(y, device), _inputs(inducing_points, device)
     if y.shape != x.shape[:-1] or x.dim() != 2:
         raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
     raise_if_not_finite(x)
@@ -186,8 +192,8 @@ class CollapsedGP(Module):
 
     def choose_neighbours(self) -> None:
         """For ``bound="neighbours"``: each row's neighbours, at the present hyperparameters."""
-        arguments = (self.train_noise, self.num_neighbours, self.seed)
-        self.neighbours = earlier_neighbours(self.prior(), self.train_x, *arguments)
+        noise = self.train_noise
+        self.neighbours = earlier_neighbours(self.prior(), self.train_x, noise, self.num_neighbours, self.seed)
 
     @property
     def train_noise(self) -> Tensor:
@@ -204,11 +210,10 @@ class CollapsedGP(Module):
 
     def bound(self) -> Tensor:
         """The bound on the log evidence, summed over the data."""
-        leaves = parameters_of(self.covar_module, self.mean_module)
-        leaves.append((self.inducing_points, self.inducing_points))
-        price, noise = PENALTIES.get(self.bound_name, log_penalty), self.train_noise
-        data = (self.train_x, self.train_y, noise)
-        return chunked_bound(self.prior(), *data, price, self.chunk_size, leaves, self.neighbours)
+        noise = detached(self.train_noise)
+        leaves = [*((parameter, parameter) for parameter in self.parameters()), noise]
+        data = self.train_x.__getitem__, self.train_y, noise[1]
+        return chunked_bound(self.prior(), *data, self.bound_name, self.chunk_size, leaves, self.neighbours)
 
     @torch.no_grad()
     def posterior(self, dtype: torch.dtype | None = None) -> tuple[Prior, Whitened]:
@@ -225,13 +230,12 @@ class CollapsedGP(Module):
     @torch.no_grad()
     def predict(self, x: Tensor | np.ndarray) -> MultivariateNormal:
         """The latent predictive distribution, in diagonal form, at inputs ``... x B x D``; one pass over the training data."""
-        x = _tensor(x).to(self.inducing_points)
-        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        x = _inputs(x).to(self.inducing_points)
         (prior, q), moments = self.posterior(), []
         with full_precision(x.device.type):
             for rows in x.split(self.chunk_size, dim=-2):
-                points = prior(rows)
-                mean, explained = explained_moments(points.matrix, q.to(points.matrix.dtype))
+                points = prior(rows)  # A  [..., M, B]
+                mean, explained = explained_moments(points.matrix, q.to(points.matrix.dtype))  # A'm and s  [..., B]
                 moments.append((points.mean + mean, explained + points.residual))
         means, variances = (torch.cat(parts, -1).to(x.dtype) for parts in zip(*moments, strict=True))
         return MultivariateNormal(means, DiagLinearOperator(variances))

@@ -10,22 +10,19 @@ and since q(w) is the best, the derivative of these terms with q(w) held fixed i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..maths.bounds import gaussian_expected_log_prob, whitened_kl
-from ..maths.collapsed import Collapsed, collapse
+from ..maths.bounds import PENALTIES, gaussian_expected_log_prob, whitened_kl
+from ..maths.collapsed import collapse
 from ..maths.derivatives import once_differentiable
 from ..maths.linalg import full_precision
 from ..maths.moments import Whitened, projected_mean
 from ..prior import Prior, Projection
-from .prices import SETS, neighbour_price, rows_within
-
-# From residual variances and noise variances, ``... x N`` each, to what the residual costs, ``...``.
-Price = Callable[[Tensor, Tensor], Tensor]
+from .prices import prices_of_sets, rows_within
 
 # Numbers of all projections together up to which their graphs are kept; beyond, each chunk is projected twice.
 _KEPT = 2**25
@@ -43,13 +40,9 @@ class DataSums(NamedTuple):
     linear: Tensor
     residual: Tensor
 
-    def collapse(self) -> Collapsed:
-        """The best q(w), as its precision's factor and its mean."""
-        return collapse(self.gram, self.linear)
-
     def best_q(self) -> Whitened:
         r"""The best q(w), :math:`\mathcal N(B^{-1} l, B^{-1})` with :math:`B = I + G`."""
-        core = self.collapse()
+        core = collapse(self.gram, self.linear)
         return Whitened(core.weights, core.root)
 
 
@@ -60,17 +53,14 @@ def data_sums(batches: Iterable[tuple[Projection, Tensor, Tensor]]) -> DataSums:
     :param batches: Projection, targets and precisions :math:`\lambda_n = 1/\sigma_n^2` of each chunk; zero where a
         target is missing.
     """
-    gram: Tensor | float = 0.0
-    linear: Tensor | float = 0.0
+    gram = linear = torch.zeros((), dtype=torch.float64, device="cpu")
     residuals = []
-    for points, y, precision in batches:
+    for points, y, precision in batches:  # A  [..., M, B], y and 1 / sigma_n^2  [..., B]
         weighted = points.matrix * precision.to(points.matrix.dtype).unsqueeze(-2)  # [..., M, B]
         misfit = (y - points.mean).to(weighted.dtype).unsqueeze(-1)  # [..., B, 1]
-        gram = gram + (weighted @ points.matrix.mT).double()
-        linear = linear + (weighted @ misfit).squeeze(-1).double()
+        gram = gram + (weighted @ points.matrix.mT).double()  # [..., M, M]
+        linear = linear + (weighted @ misfit).squeeze(-1).double()  # [..., M]
         residuals.append(points.residual.double())
-    assert isinstance(gram, Tensor)
-    assert isinstance(linear, Tensor)
     return DataSums(gram, linear, torch.cat(residuals, dim=-1))
 
 
@@ -78,7 +68,7 @@ def sums_of(q: Whitened) -> dict[str, Tensor]:
     """The sums over data of which q(w) would be the best; a point mass gets a tiny variance."""
     stddev = torch.full_like(q.mean, 1e-6) if q.stddev is None else q.stddev
     root = (torch.diag_embed(stddev) if q.root is None else q.root).double()
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(root @ root.mT))  # S^-1 = I + G  [M, M]
     return {"gram": precision - torch.eye(len(root)).to(root), "linear": precision @ q.mean.double()}
 
 
@@ -111,31 +101,29 @@ class _Differentiated(torch.autograd.Function):
 
 def chunked_bound(
     prior: Prior,
-    x: Tensor,
+    at: Callable[[Any], Tensor],
     y: Tensor,
     noise: Tensor,
-    price: Price,
+    bound: str,
     chunk_size: int,
-    leaves: list[tuple[Tensor, Tensor]],
+    leaves: Sequence[tuple[Tensor, Tensor]] = (),
     sets: Tensor | None = None,
 ) -> Tensor:
-    r"""A collapsed bound of one model, summed over the data, with its gradient.
+    r"""A collapsed bound, summed over the data, with its gradient.
 
     One pass over the data gathers the sums, a second one differentiates the terms chunk by chunk.
 
     :param prior: The model's prior.
-    :param x: Inputs, ``N x D``.
-    :param y: Targets, ``N``.
-    :param noise: Noise variances, ``N``.
-    :param price: Price of the residual variances.
+    :param at: From a slice or positions of rows to their inputs, ``... x B x D``.
+    :param y: Targets, ``... x N``.
+    :param noise: Noise variances, ``... x N``.
+    :param bound: What the residual costs; see :func:`~tighter_gp.collapsed.prices.price`.
     :param chunk_size: Rows per chunk.
-    :param leaves: What the prior depends on: tensors of the caller, each with what the prior sees in its place.
-    :param sets: For neighbours, whose price takes the place of ``price``: each point after its neighbours, ``N x S``.
-    :return: A scalar; it cannot be differentiated twice.
+    :param leaves: What the bound depends on: tensors of the caller, each with the leaf that is seen here in its place.
+    :param sets: For ``"block"`` and ``"neighbours"``: the points that may be correlated.
+    :return: Shape ``...``; it cannot be differentiated twice.
     """
-    pairs = [*leaves, detached(x), detached(y), detached(noise)]
-    x, y, noise = (inside for _, inside in pairs[-3:])
-    pairs = [pair for pair in pairs if pair[0].requires_grad and torch.is_grad_enabled()]
+    pairs = [pair for pair in leaves if pair[0].requires_grad and torch.is_grad_enabled()]
     outside, inside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     gradients = [torch.zeros_like(tensor) for tensor in inside]
 
@@ -144,28 +132,31 @@ def chunked_bound(
         for total, gradient in zip(gradients, found, strict=True):
             total += 0 if gradient is None else gradient
 
-    rows_of = [slice(start, start + chunk_size) for start in range(0, x.size(-2), chunk_size)]
-    with torch.set_grad_enabled(bool(pairs)), full_precision(x.device.type):
-        prior = prior.factorized(x[:chunk_size])
-        project = lambda rows: prior(x[rows])
-        kept = list(map(project, rows_of)) if x.size(-2) * prior.num_inducing <= _KEPT else None
+    num_data = y.size(-1)
+    rows_of = [slice(start, start + chunk_size) for start in range(0, max(1, num_data), chunk_size)]
+    with torch.set_grad_enabled(bool(pairs)), full_precision(y.device.type):
+        prior = prior.factorized(at(rows_of[0]))
+        project = lambda rows: prior(at(rows))
+        kept = list(map(project, rows_of)) if num_data * prior.num_inducing <= _KEPT else None
         walk = lambda: zip(rows_of, map(project, rows_of) if kept is None else kept, strict=True)
-        precision = noise.detach().reciprocal()  # 1 / sigma_n^2  [N]
-        sums = data_sums((points, y[rows], precision[rows]) for rows, points in walk())
-        best, residual = sums.collapse(), sums.residual.requires_grad_(bool(pairs))
-        covariance = torch.cholesky_inverse(best.factor)  # S = (I + G)^-1  [M, M]
-        cost = price(residual, noise.double()) if sets is None else residual.sum() * 0
+        precision = noise.detach().reciprocal()  # 1 / sigma_n^2  [..., N]
+        sums = data_sums((points, y[..., rows], precision[..., rows]) for rows, points in walk())
+        best, residual = collapse(sums.gram, sums.linear), sums.residual.requires_grad_(bool(pairs))
+        covariance = torch.cholesky_inverse(best.factor)  # S = (I + G)^-1  [..., M, M]
+        cost = PENALTIES[bound](residual, noise.double()) if bound in PENALTIES else residual.sum(-1) * 0
+        # d price / d d_n  [..., N]
         slope = torch.autograd.grad(cost, residual, retain_graph=True)[0] if pairs else torch.zeros_like(residual)
+        # Values so far, and terms whose gradients are still to be taken.
         total, waiting = -whitened_kl(Whitened(best.weights, best.root)) - cost.detach(), -cost
         for rows, points in walk():
-            term = expected_log_prob(points, y[rows], noise[rows], best.weights, covariance)
+            term = expected_log_prob(points, y[..., rows], noise[..., rows], best.weights, covariance)
             total = total + term.detach()
-            waiting = waiting + term - (slope[rows] * points.residual).sum()  # the price moves with d at this rate
+            # The price moves with d at this rate.
+            waiting = waiting + term - (slope[..., rows] * points.residual).sum(-1)
             if pairs and (kept is None or rows is rows_of[-1]):
                 add_gradients(waiting)
                 waiting = torch.zeros_like(total)
-        for part in () if sets is None else sets.split(SETS):
-            cost = neighbour_price(rows_within(prior, x), noise, part)
+        for cost in prices_of_sets(bound, noise, rows_within(prior, at), sets):
             total = total - cost.detach()
             if pairs:
                 add_gradients(-cost)
@@ -176,19 +167,3 @@ def chunked_bound(
 def detached(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """A tensor, and its values as a leaf of another graph."""
     return tensor, tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def parameters_of(*modules: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """The parameters of modules, which stand for themselves.
-
-    :raises TypeError: If a module has a tensor with a graph in place of a parameter, as after ``pyro_sample_from_prior``: it
-        would get no gradient.
-    """
-    for child in (child for module in modules for child in module.modules()):
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-                raise TypeError(
-                    f"{name} of {type(child).__name__} is a tensor with a gradient and no parameter, which a collapsed bound "
-                    "in chunks does not follow: use TighterInducingPointKernel, or tighter_gp.maths.bounds."
-                )
-    return [(parameter, parameter) for parameter in dict.fromkeys(p for m in modules for p in m.parameters())]

@@ -13,10 +13,9 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP, ApproximateGP, ExactGP
 from torch import Tensor
 
-from ..collapsed import CollapsedGP
+from ..collapsed import CollapsedGP, TighterInducingPointKernel
 from ..data import as_tensor, input_rows, reference
 from ..draws import seeded
-from ..kernels import TighterInducingPointKernel
 from ..maths.linalg import full_precision
 from ..modes import chunks, temporary_mode
 from ..posterior import has_own_call, posterior_of

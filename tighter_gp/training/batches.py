@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import SubsetRandomSampler
 
 from ..checks import check_range
-from ..data import Rows, check_array, check_kind, fingerprint, move, row_dim, signed
+from ..data import Rows, check_array, check_kind, fingerprint, move, row_dim
 from ..draws import seed_generators, seed_of
+from ..likelihoods.family import signed
 from . import distributed
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..checks import first_line, unseen
+from ..checks import first_line
 from ..likelihoods.family import family
 from ..maths.linalg import full_precision
 from . import distributed
@@ -141,7 +141,7 @@ class Captured:
             natural = [Natural(next(given), next(given), next(given)) for _ in range(num_parts)]
             arguments = batch._replace(x=x, y=y, rows=rows, kwargs=kwargs), natural, next(given)
             leaves = [own[name] for name in self.leaves]
-            with torch.enable_grad(), unseen():
+            with torch.enable_grad():
                 result, written = functional_call(private, own, (*arguments, leaves))
             flags = torch.stack([flag.reshape(()).bool() for flag in result.ok] or [result.loss == result.loss])
             state = [tensor for q in result.natural for tensor in q]

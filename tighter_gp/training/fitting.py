@@ -17,9 +17,8 @@ from gpytorch.models.deep_gps import DeepGP
 from gpytorch.variational import _NaturalVariationalDistribution
 from torch import Tensor
 
-from ..collapsed import CollapsedGP
+from ..collapsed import CollapsedGP, TighterInducingPointKernel
 from ..data import Rows, check_array
-from ..kernels import TighterInducingPointKernel
 from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..mlls import TighterELBO

@@ -16,19 +16,17 @@ from gpytorch.means import ConstantMean
 from torch import Tensor
 
 from ..checks import NUMERICAL_ERRORS, describe_hyperparameters
-from ..collapsed import CollapsedGP
+from ..collapsed import CollapsedGP, TighterInducingPointKernel
 from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
-from ..inducing import kmeans, split_inducing_points
-from ..kernels import TighterInducingPointKernel
+from ..inducing import kmeans, split_inducing_points, start_lengthscales
 from ..likelihoods.expectations import expected_slopes
 from ..likelihoods.family import family, gaussian_noise, observed
 from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from ..posterior import gathered
-from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
 from .body import features
 from .lbfgs import FullBatchLBFGS
@@ -178,7 +176,7 @@ def _is_kernel_and_mean(model: Any, x: Tensor) -> bool:
 
 
 def _lengthscale_starts(kernel: Any, x: Tensor, seed: int) -> dict[Any, Tensor]:
-    """Where the rule of :func:`~tighter_gp.starts.start_lengthscales` would have each kernel begin that has lengthscales."""
+    """Where the rule of :func:`~tighter_gp.inducing.start_lengthscales` would have each kernel begin that has lengthscales."""
     found = {}
     for part in kernel.modules():
         if isinstance(part, Kernel) and part.has_lengthscale and part.raw_lengthscale.requires_grad:

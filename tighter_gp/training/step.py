@@ -12,7 +12,7 @@ import torch
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS, unseen
+from ..checks import NUMERICAL_ERRORS
 from . import distributed, optimizer
 from .batches import Batch
 from .body import Alone, Result, body
@@ -152,10 +152,10 @@ class GradientStep:
 
     def _unseen(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
         """With one look at the device: what a step would look at on its way is read with the loss."""
-        with unseen():
-            leaves = list(self.rest.values())
-            result = body(self.problem, self.parts, state.natural, batch, size, leaves, check=False, reseed=self.reseed)
-        return _read(result)
+        leaves = list(self.rest.values())
+        return _read(
+            body(self.problem, self.parts, state.natural, batch, size, leaves, check=False, reseed=self.reseed)
+        )
 
     def _compiled(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
         assert self.captured is not None

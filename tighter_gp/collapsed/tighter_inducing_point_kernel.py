@@ -17,13 +17,13 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DiagLinearOperator, MatmulLinearOperator
 from torch import Tensor
 
-from ..collapsed.collapsed_gp import kernel_prior
-from ..collapsed.prices import price
-from ..conditionals import Blocks
+from ..conditionals import Blocks, block_table
 from ..likelihoods.family import family
 from ..maths.bounds import check_bound
 from ..maths.linalg import full_precision
 from ..prior import Prior, Projection
+from .collapsed_gp import kernel_prior
+from .prices import price
 from .sgpr_prediction import CurrentPredictionStrategy, explained_covariance
 
 
@@ -51,7 +51,7 @@ def _refuse_missing() -> None:
     if policy != "ignore":
         raise NotImplementedError(
             f"TighterInducingPointKernel does not see which targets are missing under observation_nan_policy({policy!r}); "
-            "drop the rows whose target is missing before building the ExactGP."
+            "drop the rows whose target is missing."
         )
 
 
@@ -108,22 +108,21 @@ class TighterInducingPointKernel(InducingPointKernel):
     ) -> None:
         check_bound(bound)
         if (bound == "block") != (blocks is not None):
-            came = "none" if blocks is None else f"them with bound={bound!r}"
-            raise ValueError(
-                f"blocks= and bound='block' belong together: the labels of the training points; got {came}."
-            )
+            got = "without" if blocks is None else "with"
+            raise ValueError(f"blocks= and bound='block' belong together; got bound={bound!r} {got} blocks=.")
         if not family(likelihood).is_gaussian:
             raise TypeError(f"A collapsed bound needs a Gaussian likelihood; got {type(likelihood).__name__}.")
         if bound != "titsias" and isinstance(likelihood, _MultitaskGaussianLikelihoodBase):
-            raise TypeError(
-                f"bound={bound!r} is for a single output; use bound='titsias' with {type(likelihood).__name__}."
-            )
+            kind = type(likelihood).__name__
+            raise TypeError(f"bound={bound!r} is for a single output; use bound='titsias' with {kind}.")
         if jitter_val < 0:
             raise ValueError(f"jitter_val must not be negative; got {jitter_val}.")
         # A copy: GPyTorch's parameter would share its memory, perhaps with the training inputs.
         super().__init__(base_kernel, inducing_points.detach().clone(), likelihood, active_dims)
         self.bound = bound
-        self.blocks = None if blocks is None else Blocks(blocks)
+        labels = None if blocks is None else Blocks(blocks).labels
+        self.register_buffer("labels", labels, persistent=False)
+        self.register_buffer("_sets", None if labels is None else block_table(labels), persistent=False)
         self.jitter_val = jitter_val
         self._was_called = False
 
@@ -138,6 +137,14 @@ class TighterInducingPointKernel(InducingPointKernel):
         if self.bound in ("block", "full"):
             dtype = torch.float64  # their residual covariances are factorised
         return kernel_prior(self.base_kernel, self.inducing_points, noise.detach(), self.jitter_val, dtype=dtype)
+
+    def sets_of(self, num_data: int, rows: Tensor | None = None) -> Tensor | None:
+        """The points of each block, ``K x S``, of all data or of some rows; None without blocks."""
+        if self.labels is None:
+            return None
+        if len(self.labels) != num_data:
+            raise ValueError(f"blocks= has {len(self.labels)} labels, but there are {num_data} points.")
+        return self._sets if rows is None else block_table(self.labels[rows])
 
     def _project(self, x: Tensor) -> Projection:
         with full_precision(x.device.type):
@@ -166,10 +173,8 @@ class TighterInducingPointKernel(InducingPointKernel):
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **kwargs: Any) -> LinearOperator | Tensor:
         if self.training and not self._was_called:
             raise TypeError(
-                "TighterInducingPointKernel is inside another kernel, which would scale or add to what it explains but not "
-                "to the price of what it leaves. Put the other kernel inside: "
-                "TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood). If it is in no other, "
-                "gpytorch.settings.lazily_evaluate_kernels is off: turn it on."
+                "TighterInducingPointKernel is inside another kernel, or gpytorch.settings.lazily_evaluate_kernels is off. "
+                "Put the other kernel inside, TighterInducingPointKernel(ScaleKernel(...), inducing_points, likelihood)."
             )
         if self.training and self.bound == "titsias":
             _refuse_missing()  # GPyTorch's own term would let every row pay
@@ -177,9 +182,10 @@ class TighterInducingPointKernel(InducingPointKernel):
             return super().forward(x1, x2, diag=diag, **kwargs)
         if not torch.equal(x1, x2):
             raise RuntimeError("In training the kernel is for the covariance of the training inputs with themselves.")
-        points = self._project(x1)
+        points = self._project(x1)  # A  [..., M, N] and d  [..., N]
         within = partial(self.prior().residual_within, points, x1)
-        cost = lambda noise: price(self.bound, points.residual, noise, within, self.blocks)
+        sets = self.sets_of(x1.size(-2))
+        cost = lambda noise: price(self.bound, points.residual, noise, within, sets)
         term = CollapsedAddedLossTerm(points.residual.shape, self.likelihood, cost)
         self.update_added_loss_term("inducing_point_loss_term", term)
         covar = explained_covariance(points.matrix.mT, x1.dtype)
