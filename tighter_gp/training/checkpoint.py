@@ -19,10 +19,10 @@ from . import distributed
 
 log = logging.getLogger("tighter_gp")
 
-FORMAT = 2
+FORMAT = 3
 
 # What a checkpoint of a run holds.
-_PARTS = ("config", "finished", "total", "model", "likelihood", "objective", "step", "history", "best", "callbacks")
+_PARTS = ("config", "finished", "total", "values", "step", "history", "best", "callbacks")
 
 PathLike = str | os.PathLike[str]
 
@@ -71,22 +71,22 @@ def _temporary(path: Path) -> Path:
 
 def check_path(path: PathLike, device: torch.device) -> None:
     """Raise, in every process, unless the first one can write a checkpoint here."""
-    reason = distributed.share_bytes(_obstacle(Path(path)) if distributed.rank() == 0 else None, device)
+    reason = distributed.first_ones(_obstacle(Path(path)) if distributed.rank() == 0 else None, device)
     if reason is not None:
-        raise ValueError(f"No checkpoint can be written to {path} ({reason.decode()}); use another path.")
+        raise ValueError(f"No checkpoint can be written to {path} ({reason}); use another path.")
 
 
-def _obstacle(path: Path) -> bytes | None:
+def _obstacle(path: Path) -> str | None:
     """What stands in the way of a file, if anything."""
     temporary = _temporary(path)
     try:
         if path.is_dir():
-            return b"it is a directory"
+            return "it is a directory"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
         temporary.unlink()
     except OSError as error:
-        return str(error).encode()
+        return str(error)
     return None
 
 
@@ -97,7 +97,7 @@ def load(path: PathLike, device: torch.device, config: Mapping[str, Any]) -> dic
     :raises ValueError: If the file is no checkpoint, or one of another run.
     """
     path = Path(path)
-    data = distributed.share_bytes(path.read_bytes() if distributed.rank() == 0 and path.exists() else None, device)
+    data = distributed.first_ones(path.read_bytes() if distributed.rank() == 0 and path.exists() else None, device)
     if data is None:
         return None
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood, Likelihood
-from gpytorch.mlls import VariationalELBO
+from gpytorch.mlls import MarginalLogLikelihood, VariationalELBO
 from gpytorch.models.deep_gps import DeepGP
 from gpytorch.variational import _NaturalVariationalDistribution
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..kernels import TighterInducingPointKernel
 from ..likelihoods.family import family
 from ..likelihoods.targets import check_arguments, check_targets
 from ..mlls import TighterELBO
+from ..mlls.priors import counts_twice
 from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
@@ -35,7 +36,7 @@ from .history import History, Progress, Step
 from .initialization import initialize as start_from_data
 from .lbfgs import LBFGSStep
 from .natural import has_natural_step
-from .problem import Problem, counts_a_prior_twice, is_collapsed, make_objective, reference
+from .problem import Problem, is_collapsed, make_objective, reference
 from .recipe import Recipe
 from .run import Plan, Run
 from .step import GradientStep
@@ -196,7 +197,7 @@ def fit(
             callbacks=callbacks,
             config=config,
         )
-        guard = Guard(step, problem.parameters, recipe.max_failures)
+        guard = Guard(step, list(problem.parameters.values()), recipe.max_failures)
         return Run(problem, source, guard, plan, Progress(progress)).train()
 
 
@@ -328,5 +329,6 @@ def _say_what_is_odd(model: Any, likelihood: Any, source: Any, mll: Any, kwargs:
     own = getattr(model, "likelihood", None)
     if isinstance(own, Likelihood) and own is not likelihood:
         log.warning("model.likelihood is another likelihood, and stays as it is; pass that one, or set it to yours")
-    if counts_a_prior_twice(mll):
+    is_stock = isinstance(mll, MarginalLogLikelihood) and type(mll).__module__.startswith("gpytorch.")
+    if is_stock and counts_twice(mll):
         log.warning("%s counts a prior twice; tighter_gp.TighterELBO counts each once", type(mll).__name__)

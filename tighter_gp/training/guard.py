@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -39,12 +39,12 @@ class Guard:
 
     :param step: A :class:`~tighter_gp.training.step.GradientStep` or a :class:`~tighter_gp.training.lbfgs.LBFGSStep`, whose
         ``init``, ``step``, ``state_dict`` and ``load_state_dict`` pass a state on.
-    :param parameters: What it changes, by name.
+    :param parameters: What it changes.
     :param max_failures: Failures in a row before the error is raised.
     """
 
-    def __init__(self, step: Any, parameters: Mapping[str, Tensor], max_failures: int) -> None:
-        self.inner, self.parameters, self.max_failures = step, list(parameters.values()), max_failures
+    def __init__(self, step: Any, parameters: Sequence[Tensor], max_failures: int) -> None:
+        self.inner, self.parameters, self.max_failures = step, list(parameters), max_failures
         self.spare: list[Tensor] | None = None  # memory of an earlier copy
 
     def init(self) -> GuardState:
@@ -58,8 +58,9 @@ class Guard:
         :param total: Steps of the run.
         :raises RuntimeError: After too many failures in a row.
         """
-        now = self._copy()
-        undo = lambda: self._put_back(now)
+        now, self.spare = self.spare or [torch.empty_like(parameter) for parameter in self.parameters], None
+        _copy(now, self.parameters)
+        undo = lambda: _copy(self.parameters, now)
         try:
             inner, info = self.inner.step(state.inner, batch, Call(number, total, state.damping, undo))
         except BaseException:
@@ -81,7 +82,7 @@ class Guard:
         """Take the last update back, if there is one; Adam starts anew, with a quarter of the step."""
         if state.before is None:
             return state
-        self._put_back(state.before)
+        _copy(self.parameters, state.before)
         return replace(state, inner=self.inner.init(), before=None, damping=_SMALLER * state.damping)
 
     def give_up(self, state: GuardState, number: int) -> NoReturn:
@@ -95,16 +96,6 @@ class Guard:
             "parameters are the last for which a step succeeded. A smaller lr, scaled data or float64 may help."
         ) from state.error
 
-    @torch.no_grad()
-    def _copy(self) -> list[Tensor]:
-        into, self.spare = self.spare or [torch.empty_like(parameter) for parameter in self.parameters], None
-        torch._foreach_copy_(into, self.parameters)
-        return into
-
-    @torch.no_grad()
-    def _put_back(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_(self.parameters, values)
-
     def state_dict(self, state: GuardState) -> dict[str, Any]:
         """For a checkpoint."""
         inner = self.inner.state_dict(state.inner)
@@ -114,3 +105,8 @@ class Guard:
         """The state from that."""
         before = saved["before"] and [v.to(p) for v, p in zip(saved["before"], self.parameters, strict=True)]
         return GuardState(self.inner.load_state_dict(saved["inner"]), before, saved["damping"], saved["failures"])
+
+
+@torch.no_grad()
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(into), list(values))

@@ -15,7 +15,7 @@ from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.means import ConstantMean
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS, describe_hyperparameters
+from ..checks import describe_hyperparameters
 from ..collapsed import CollapsedGP
 from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
@@ -27,12 +27,11 @@ from ..likelihoods.family import family, gaussian_noise, observed
 from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
-from ..posterior import gathered
+from ..posterior import gathered, has_own_call
 from ..starts import start_lengthscales
 from ..strategies import SolveGPVariationalStrategy, TighterStrategy
-from .body import features
-from .lbfgs import FullBatchLBFGS
-from .problem import inner_gp
+from .lbfgs import FAILURES, State, iterate
+from .problem import inner_gp, origins_of
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -108,7 +107,7 @@ def _from_data(
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
     check_targets(likelihood, given, "values of y")
-    model, some = inner_gp(model), features(model, some)
+    model, some = inner_gp(model), _features(model, some)
     holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
     for holder in holders:
         _place(holder, some, seed)
@@ -144,6 +143,15 @@ def _from_data(
         noise = gaussian_noise(likelihood, torch.Size(), torch.Size(targets.shape)).expand(targets.shape)
         noise = noise[rows.to(noise.device)][seen] / noise_of_all
         _set_q(model, likelihood, holder, some, given, noise)
+
+
+@torch.no_grad()
+def _features(model: Any, x: Tensor) -> Tensor:
+    """What the GP within a model sees of some inputs: those behind a network, for one."""
+    if inner_gp(model) is model and not has_own_call(model):
+        return x
+    origins = origins_of(model(x))
+    return origins[0].x if len(origins) == 1 else x
 
 
 @torch.no_grad()
@@ -241,17 +249,17 @@ def _train_hyperparameters(
     if not parameters:
         return math.inf
     before = [parameter.detach().clone() for parameter in parameters]
-    lbfgs = FullBatchLBFGS(parameters, lambda: -gp.bound() / len(y))
+    state, moved = State(), True
     try:
         for _ in range(iterations):
-            if not lbfgs.step():
-                break
-    except (*NUMERICAL_ERRORS, FloatingPointError) as error:
+            if moved:
+                state, moved, _ = iterate(parameters, lambda: -gp.bound() / len(y), state)
+    except FAILURES as error:
         log.warning("the hyperparameters stay as they were: %s", error)
         with torch.no_grad():
             torch._foreach_copy_(parameters, before)
         return math.inf
-    return lbfgs.loss
+    return state.loss
 
 
 @torch.no_grad()

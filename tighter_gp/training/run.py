@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,7 +116,7 @@ class Run:
             if not finished:
                 last = self._finish()
             if self.state.best is not None:
-                problem.load_state(self.state.best)
+                problem.load_state(self.state.best["values"])
             if not finished:
                 say_if_only_the_mean_was_learnt(problem, last, self.history)
             self.progress.end(self.history, finished)
@@ -139,7 +138,7 @@ class Run:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _loop(self) -> Batch | None:
-        history, stop, converged, batch = self.history, False, "", None
+        history, stop, converged, batch = self.history, False, False, None
         if self.state.pending is not None:  # interrupted between a step and its events
             with own_random_state(self.problem.device):
                 stop = self._after_step()
@@ -151,7 +150,7 @@ class Run:
                 loss = self._loss(batch) if is_due else None
                 converged = self._step(batch)
                 self.progress.step(history, self.total, loss)
-                stop = self._after_step() or bool(converged)
+                stop = self._after_step() or converged
                 if stop or history.steps == self.total:
                     self._check_end(batch)
             if stop or history.steps % self.plan.checkpoint_every == 0:
@@ -159,12 +158,12 @@ class Run:
         if self.state.guard.error is not None and self.state.guard.failures == history.steps:
             self.guard.give_up(self.state.guard, history.steps - 1)
         if stop:
-            history.stopped = history.stopped or converged
+            history.stopped = history.stopped or "converged"
         elif history.steps < self.plan.total:
             history.stopped = self._without_better()
         return batch
 
-    def _step(self, batch: Batch) -> str:
+    def _step(self, batch: Batch) -> bool:
         """One step; why none is needed after it, if so."""
         history, number, started = self.history, self.history.steps, time.perf_counter()
         with full_precision(self.problem.device.type):
@@ -222,7 +221,7 @@ class Run:
                 and hasattr(problem.gp, "variational_strategy")
                 and not isinstance(problem.gp, DeepGP)
             ):
-                average = partial(distributed.weighted_sum, weight=batch.weight)
+                average = lambda value: distributed.summed(value * batch.weight)
                 start_beta(problem.gp, problem.likelihood, problem.q(batch), batch.y, average=average, **batch.kwargs)
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ class Run:
         if self.plan.patience is None:
             return False
         if math.isfinite(value) and (state.best is None or value < state.best["score"]):
-            state.best = {"score": value, "step": history.steps, **self.problem.copy_state()}
+            state.best = {"score": value, "step": history.steps, "values": self.problem.copy_state()}
             history.best_step = history.steps
         since = max(0 if state.best is None else state.best["step"], (state.shortened or 0) // 2)
         return sum(step > since for step, _ in history.validation) >= self.plan.patience
@@ -292,7 +291,7 @@ class Run:
             "config": plan.config,
             "finished": finished,
             "total": plan.total,
-            **self.problem.state(),
+            "values": self.problem.state(),
             "step": self.guard.state_dict(state.guard),
             "history": asdict(state.history),
             **own,
@@ -307,7 +306,7 @@ class Run:
         saved = checkpoints.load(plan.checkpoint, self.problem.device, plan.config)
         if saved is None:
             return False
-        self.problem.load_state(saved)
+        self.problem.load_state(saved["values"])
         past = saved["history"]
         for name in ("validation", "skipped"):
             past[name] = [tuple(entry) for entry in past[name]]
