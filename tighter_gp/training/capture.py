@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..checks import first_line, unseen
+from ..gplvm import BayesianGPLVM
 from ..likelihoods.family import family
 from ..maths.linalg import full_precision
 from . import distributed
@@ -147,14 +148,20 @@ def _trust_priors(module: torch.nn.Module) -> None:
 def _compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Graph:
     """By Inductor itself on a CPU, which takes half the time; else, or where that fails, by :func:`torch.compile`."""
     if all(tensor.device.type == "cpu" for tensor in inputs):
+        notes = logging.getLogger("torch._inductor.ir")  # on operations that it hands back to torch
+        level = notes.level
+        notes.setLevel(logging.ERROR)
         try:
+            options = {"config_patches": _OPTIONS}
             direct = torch._inductor.standalone_compile(
-                graph, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": _OPTIONS}
+                graph, list(inputs), dynamic_shapes="from_example_inputs", options=options
             )
             direct(*inputs)
             return direct
         except Exception as error:
             log.debug("Inductor did not take the step as it is: %s", first_line(error))
+        finally:
+            notes.setLevel(level)
     compiled = torch.compile(graph, fullgraph=True, dynamic=False)
     compiled(*inputs)
     return compiled
@@ -162,9 +169,9 @@ def _compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Graph:
 
 def compile_pays(problem: Problem, steps: int, batch_size: int) -> bool:
     """Whether a run on a CPU with a C++ compiler is long enough for compiled steps, by shapes and steps alone."""
-    is_drawn = family(problem.likelihood).is_sampled or problem.needs_index or isinstance(problem.model, DeepGP)
+    is_drawn = family(problem.likelihood).is_sampled or isinstance(problem.model, (DeepGP, BayesianGPLVM))
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
-    if is_drawn or problem.device.type != "cpu" or not has_compiler or distributed.is_active():
+    if is_drawn or problem.needs_index or problem.device.type != "cpu" or not has_compiler or distributed.is_active():
         return False
     forms = [module for module in problem.model.modules() if isinstance(module, _VariationalDistribution)]
     sizes = [(form.batch_shape.numel(), form.num_inducing_points) for form in forms]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,27 +10,10 @@ from torch import Tensor
 
 from ..checks import first_line
 from .batches import Batch
-from .step import Call, Info
+from .problem import Problem
+from .step import Info
 
 _SMALLER, _LARGER = 0.25, 1.1
-
-
-@dataclass(frozen=True)
-class GuardState:
-    """What the guard remembers.
-
-    :param inner: State of the step.
-    :param before: Parameters before the last update; None if there was none, or it was undone.
-    :param damping: Factor on the size of a step, which failures lower and successes raise.
-    :param failures: Failed steps in a row.
-    :param error: The last failure.
-    """
-
-    inner: Any
-    before: list[Tensor] | None = None
-    damping: float = 1.0
-    failures: int = 0
-    error: Exception | None = None
 
 
 class Guard:
@@ -39,72 +21,81 @@ class Guard:
 
     :param step: A :class:`~tighter_gp.training.step.GradientStep` or a :class:`~tighter_gp.training.lbfgs.LBFGSStep`, whose
         ``init``, ``step``, ``state_dict`` and ``load_state_dict`` pass a state on.
-    :param parameters: What it changes.
+    :param problem: What it trains.
     :param max_failures: Failures in a row before the error is raised.
+    :ivar state: Of the step; None before the first.
+    :ivar before: Parameters before the last update; None if there was none, or it was undone.
+    :ivar damping: Factor on the size of a step, which failures lower and successes raise.
+    :ivar failures: Failed steps in a row.
+    :ivar error: The last failure.
     """
 
-    def __init__(self, step: Any, parameters: Sequence[Tensor], max_failures: int) -> None:
-        self.inner, self.parameters, self.max_failures = step, list(parameters), max_failures
+    def __init__(self, step: Any, problem: Problem, max_failures: int) -> None:
+        self.inner, self.parameters, self.max_failures = step, list(problem.parameters.values()), max_failures
+        self.state: Any = None
+        self.before: list[Tensor] | None = None
         self.spare: list[Tensor] | None = None  # memory of an earlier copy
+        self.damping, self.failures = 1.0, 0
+        self.error: Exception | None = None
 
-    def init(self) -> GuardState:
-        """The state before the first step."""
-        return GuardState(self.inner.init())
-
-    def step(self, state: GuardState, batch: Batch, number: int, total: int) -> tuple[GuardState, Info]:
+    def step(self, batch: Batch, number: int, total: int) -> Info:
         """Take a step, or return to where the last was taken from.
 
         :param number: Steps that were done before.
         :param total: Steps of the run.
         :raises RuntimeError: After too many failures in a row.
         """
-        now, self.spare = self.spare or [torch.empty_like(parameter) for parameter in self.parameters], None
+        now = self.spare or [torch.empty_like(parameter) for parameter in self.parameters]
         _copy(now, self.parameters)
         undo = lambda: _copy(self.parameters, now)
         try:
-            inner, info = self.inner.step(state.inner, batch, Call(number, total, state.damping, undo))
+            self.state, info = self.inner.step(self.state, batch, number, total, self.damping, undo)
         except BaseException:
             undo()
             raise
         if info.error is None:
-            self.spare = state.before
-            return GuardState(inner, now, min(1.0, _LARGER * state.damping)), info
+            self.spare, self.before, self.error = self.before, now, None
+            self.damping, self.failures = min(1.0, _LARGER * self.damping), 0
+            return info
         undo()
-        self.spare = now
-        state = replace(state, inner=inner, failures=state.failures + 1, error=info.error)
-        if state.failures == 2:
-            state = self.undo(state)
-        if state.failures >= self.max_failures:
-            self.give_up(state, number)
-        return state, info
+        self.spare, self.failures, self.error = now, self.failures + 1, info.error
+        if self.failures == 2:
+            self.undo()
+        if self.failures >= self.max_failures:
+            self.give_up(number)
+        return info
 
-    def undo(self, state: GuardState) -> GuardState:
+    def undo(self) -> None:
         """Take the last update back, if there is one; Adam starts anew, with a quarter of the step."""
-        if state.before is None:
-            return state
-        _copy(self.parameters, state.before)
-        return replace(state, inner=self.inner.init(), before=None, damping=_SMALLER * state.damping)
+        if self.before is not None:
+            _copy(self.parameters, self.before)
+            self.state, self.before, self.damping = self.inner.init(), None, _SMALLER * self.damping
 
-    def give_up(self, state: GuardState, number: int) -> NoReturn:
+    def give_up(self, number: int) -> NoReturn:
         """Raise with all that is known.
 
         :param number: The last step that failed.
         """
-        assert state.error is not None
+        assert self.error is not None
         raise RuntimeError(
-            f"{state.failures} steps in a row failed, the last, step {number}, with: {first_line(state.error)} The "
+            f"{self.failures} steps in a row failed, the last, step {number}, with: {first_line(self.error)} The "
             "parameters are the last for which a step succeeded. A smaller lr, scaled data or float64 may help."
-        ) from state.error
+        ) from self.error
 
-    def state_dict(self, state: GuardState) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        inner = self.inner.state_dict(state.inner)
-        return {"inner": inner, "before": state.before, "damping": state.damping, "failures": state.failures}
+        inner = self.inner.state_dict(self.state)
+        return {"inner": inner, "before": self.before, "damping": self.damping, "failures": self.failures}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> GuardState:
-        """The state from that."""
-        before = saved["before"] and [v.to(p) for v, p in zip(saved["before"], self.parameters, strict=True)]
-        return GuardState(self.inner.load_state_dict(saved["inner"]), before, saved["damping"], saved["failures"])
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over what that returned."""
+        self.state, self.damping, self.failures = (
+            self.inner.load_state_dict(saved["inner"]),
+            saved["damping"],
+            saved["failures"],
+        )
+        if saved["before"] is not None:
+            self.before = [value.to(p) for value, p in zip(saved["before"], self.parameters, strict=True)]
 
 
 @torch.no_grad()

@@ -115,11 +115,10 @@ class Progress:
     def __init__(self, show: bool | None) -> None:
         self.is_first = distributed.rank() == 0
         self.bar = _bar(show) if self.is_first else None
-        is_read = log.isEnabledFor(logging.INFO)
-        self.has_lines = self.bar is None and show is not False and self.is_first and is_read
+        self.has_lines = self.is_first and self.bar is None and show is not False and log.isEnabledFor(logging.INFO)
 
-    def __enter__(self) -> Progress:
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, *error: Any) -> None:
         if self.bar is not None:
@@ -136,15 +135,13 @@ class Progress:
         :param total: Steps of the run.
         :param loss: Minus the bound per datum on a batch before it was used, where a line is due.
         """
+        text = "" if loss is None else f"loss {loss:.4f} per datum on a new batch{_scores(history)}"
         if self.bar is not None:
             self.bar.total = total
             self.bar.update(history.steps - self.bar.n)
-        if loss is None:
-            return
-        text = f"loss {loss:.4f} per datum on a new batch{_scores(history)}"
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-        if self.has_lines:
+            if text:
+                self.bar.set_postfix_str(text, refresh=False)
+        elif text:
             log.info("step %d of %d, %.1f s: %s", history.steps, total, history.seconds, text)
 
     def end(self, history: History, was_finished: bool) -> None:
@@ -174,6 +171,6 @@ def _bar(show: bool | None) -> Any:
         from tqdm import tqdm
     except ImportError:
         if show:
-            raise ImportError("progress=True needs tqdm: pip install tqdm.") from None
+            raise
         return None
     return tqdm(unit="step", leave=False, dynamic_ncols=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import NUMERICAL_ERRORS
 from .batches import Batch
 from .problem import Problem
-from .step import Call, Info
+from .step import Info
 
 # Converged after this many iterations in a row that change the loss by less than this fraction.
 _QUIET_ITERATIONS, _QUIET = 3, 1e-9
@@ -118,7 +118,7 @@ class LBFGSStep:
         """Nothing is known."""
         return State()
 
-    def step(self, state: State, batch: Batch, call: Call) -> tuple[State, Info]:
+    def step(self, state: State, batch: Batch, *call: Any) -> tuple[State, Info]:
         """One iteration. After a failure the curvature that led there is forgotten."""
 
         def evaluate() -> Tensor:

@@ -119,6 +119,15 @@ class Recipe:
         usual = self.lr_factor(step, total)
         return usual if self.schedule is not None else min(usual, 0.5 * (1 + math.cos(math.pi * step / total)))
 
+    def rates(self, step: int, total: int, spread: float) -> dict[str, float]:
+        """Learning rates by kind of parameter; with Adam alone one for all.
+
+        :param spread: Standard deviation of the inputs.
+        """
+        lr, factor = self.lr or 0.01, self.lr_factor(step, total)
+        inducing = self.inducing_lr * spread * self.inducing_lr_factor(step, total) if self.natural else factor
+        return {"hyper": lr * factor, "other": self.other_lr * factor, "inducing": lr * inducing}
+
     def natural_size(self, step: int, total: int, full_batch: bool = False, is_warm: bool = False) -> float:
         """Size of the natural step.
 

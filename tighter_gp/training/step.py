@@ -26,21 +26,6 @@ from .recipe import Recipe
 _CHECKED_STEPS = 20
 
 
-class Call(NamedTuple):
-    """What a step is told besides its state and its batch.
-
-    :param number: Steps that were done before.
-    :param total: Steps of the run.
-    :param damping: Factor on the size of the step.
-    :param undo: Puts the parameters back to where the step began.
-    """
-
-    number: int
-    total: int
-    damping: float
-    undo: Callable[[], None]
-
-
 class Info(NamedTuple):
     """What came of a step.
 
@@ -96,14 +81,23 @@ class GradientStep:
         is_warm = any(part.knows_data(q) for part, q in zip(self.parts, natural, strict=True))
         return State(natural, optimizer.init(self.rest), None, is_warm)
 
-    def step(self, state: State, batch: Batch, call: Call) -> tuple[State, Info]:
-        """Take a step, unless the loss or a gradient is not finite."""
-        rho = self.recipe.natural_size(call.number, call.total, self.full_batch, state.is_warm)
-        size = torch.full((1,), call.damping * batch.share * rho, dtype=torch.float64, device=self.problem.device)
-        reseed, failure = partial(self.problem.seed_step, call.number), None
-        for number, attempt in enumerate(self._attempts()):
-            if number:
-                call.undo()
+    def step(
+        self, state: State, batch: Batch, number: int, total: int, damping: float, undo: Callable[[], None]
+    ) -> tuple[State, Info]:
+        """Take a step, unless the loss or a gradient is not finite.
+
+        :param number: Steps that were done before.
+        :param total: Steps of the run.
+        :param damping: Factor on the size of the step.
+        :param undo: Puts the parameters back to where the step began.
+        """
+        scale, failure = damping * batch.share, None
+        rho = scale * self.recipe.natural_size(number, total, self.full_batch, state.is_warm)
+        size = torch.full((1,), rho, dtype=torch.float64, device=self.problem.device)
+        reseed = partial(self.problem.seed_step, number)
+        for place, attempt in enumerate(self._attempts()):
+            if place:
+                undo()
                 self.num_checked = _CHECKED_STEPS
             reseed()
             try:
@@ -115,22 +109,14 @@ class GradientStep:
             return state, Info(math.nan, failure)
         spread = _spread(batch) if state.spread is None else state.spread
         gradients = [gradient * batch.share for gradient in result.gradients] if batch.share < 1 else result.gradients
-        rates = self._rates(call, batch.share, spread)
-        adam = optimizer.update(state.adam, gradients, self.rest, rates, self.tables)
+        rates = self.recipe.rates(number, total, spread)
+        adam = optimizer.update(
+            state.adam, gradients, self.rest, [scale * rates[kind] for kind in self.kinds], self.tables
+        )
         with torch.no_grad():
             for parameter, lower, upper in self.bounds:
                 parameter.clamp_(lower, upper)
         return State(list(result.natural), adam, spread, state.is_warm), Info(loss)
-
-    def _rates(self, call: Call, share: float, spread: float) -> list[float]:
-        """The learning rate of every parameter that Adam trains."""
-        recipe, damping = self.recipe, call.damping * share
-        lr, factor = recipe.lr or 0.01, damping * recipe.lr_factor(call.number, call.total)
-        if not recipe.natural:
-            return [lr * factor] * len(self.rest)
-        inducing = damping * recipe.inducing_lr_factor(call.number, call.total)
-        rates = {"inducing": lr * recipe.inducing_lr * spread * inducing, "other": recipe.other_lr * factor}
-        return [rates.get(kind, lr * factor) for kind in self.kinds]
 
     # -- attempts: the last one looks at once if all goes well --------------------------------------------------------
 
