@@ -116,7 +116,7 @@ def test_values_that_are_not_finite_are_refused(bad, which, kind, make):
     model, likelihood = make()
     before = state(model, likelihood)
     refused = kind == "tensor" or make is collapsed or which == 1
-    with pytest.raises(ValueError if refused else Exception, match="NaN|not what the model was built with"):
+    with pytest.raises(ValueError if refused else Exception, match=r"NaN|not what the model was built with"):
         fit(model, likelihood, *arrays, steps=20)
     if kind == "tensor":
         assert same(state(model, likelihood), before)

@@ -20,8 +20,8 @@ from .problem import Problem
 
 _DECAY, _SQUARES, _EPS = 0.9, 0.999, 1e-8
 
-# Largest entry of a gradient, as a fraction of the largest number whose square is finite.
-_LARGEST_ENTRY = 1e-4
+# Largest entry of a gradient; its square is finite in float32.
+_LARGEST_ENTRY = 1e15
 
 
 class Adam(NamedTuple):
@@ -51,8 +51,7 @@ def update(
     """
     if not parameters:
         return state
-    largest = _LARGEST_ENTRY * math.sqrt(min(torch.finfo(p.dtype).max for p in parameters))
-    gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -largest), largest)
+    gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -_LARGEST_ENTRY), _LARGEST_ENTRY)
     count = state.steps + 1
     mean = list(torch._foreach_mul(state.mean, _DECAY))
     torch._foreach_add_(mean, gradients, alpha=1 - _DECAY)

@@ -110,14 +110,8 @@ class Recipe:
 
     def lr_factor(self, step: int, total: int) -> float:
         """Factor on Adam's learning rates at a step, counted from 0."""
-        if self.schedule is not None:
-            return self._scheduled(step / total)
-        return self._falling(step, total) * min(1.0, (step + 1) / self.ramp)
-
-    def inducing_lr_factor(self, step: int, total: int) -> float:
-        """The same for the learning rate of inducing points, which falls as a cosine over the whole run."""
-        usual = self.lr_factor(step, total)
-        return usual if self.schedule is not None else min(usual, 0.5 * (1 + math.cos(math.pi * step / total)))
+        rising = 1.0 if self.schedule is not None else min(1.0, (step + 1) / self.ramp)
+        return self._falling(step, total) * rising
 
     def rates(self, step: int, total: int, spread: float) -> dict[str, float]:
         """Learning rates by kind of parameter; with Adam alone one for all.
@@ -125,7 +119,10 @@ class Recipe:
         :param spread: Standard deviation of the inputs.
         """
         lr, factor = self.lr or 0.01, self.lr_factor(step, total)
-        inducing = self.inducing_lr * spread * self.inducing_lr_factor(step, total) if self.natural else factor
+        inducing = factor
+        if self.natural:
+            cosine = math.inf if self.schedule is not None else 0.5 * (1 + math.cos(math.pi * step / total))
+            inducing = self.inducing_lr * spread * min(factor, cosine)  # falls over the whole run
         return {"hyper": lr * factor, "other": self.other_lr * factor, "inducing": lr * inducing}
 
     def natural_size(self, step: int, total: int, full_batch: bool = False, is_warm: bool = False) -> float:
@@ -137,11 +134,13 @@ class Recipe:
         first = 0.0 if is_warm or self.schedule is not None else 1 / (step + 1)
         if full_batch:
             return max(self.natural_full or 0.9, first)
-        factor = self._falling(step, total) if self.schedule is None else self._scheduled(step / total)
+        factor = self._falling(step, total)
         size = (self.natural or 0.2) * (factor + self.natural_end * (1 - factor))
         return max(min(size, 1.0), first)
 
     def _falling(self, step: int, total: int) -> float:
+        if self.schedule is not None:
+            return self._scheduled(step / total)
         return min(1.0, (1 - step / total) / self.decay)
 
     def _scheduled(self, done: float) -> float:

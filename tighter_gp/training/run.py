@@ -121,33 +121,32 @@ class Run:
         if self.pending is not None:  # interrupted between a step and its events
             with own_random_state(self.problem.device):
                 stop = self._after_step()
-        batches = iter(self.source.iterate(history.steps))
-        while not stop and history.steps < self.total:
+        done, batches = history.steps, iter(self.source.iterate(history.steps))
+        while not stop and done < (total := self.total):
             with own_random_state(self.problem.device):
                 batch = next(batches)
-                is_due = self.progress.is_due(history.steps + 1, self.total)
-                loss = self._loss(batch) if is_due else None
-                converged = self._step(batch)
-                self.progress.step(history, self.total, loss)
+                loss = self._loss(batch) if self.progress.is_due(done + 1, total) else None
+                converged = self._step(batch, done, total)
+                done += 1
+                self.progress.step(history, total, loss)
                 stop = self._after_step() or converged
-                if stop or history.steps == self.total:
+                if stop or done == self.total:
                     self._check_end(batch)
-            if stop or history.steps % self.checkpoint_every == 0:
+            if stop or done % self.checkpoint_every == 0:
                 self._save(finished=stop)
-        if self.guard.error is not None and self.guard.failures == history.steps:
-            self.guard.give_up(history.steps - 1)
+        if self.guard.error is not None and self.guard.failures == done:
+            self.guard.give_up(done - 1)
         if stop:
             history.stopped = history.stopped or "converged"
-        elif history.steps < self.planned:
+        elif done < self.planned:
             history.stopped = f"no better validation in {self.patience}"
         return batch
 
-    def _step(self, batch: Batch) -> bool:
+    def _step(self, batch: Batch, number: int, total: int) -> bool:
         """One step; whether none is needed after it."""
         history, before, started = self.history, self.guard.before, time.perf_counter()
-        number = history.steps
         with full_precision(self.problem.device.type):
-            info = self.guard.step(batch, number, self.total)
+            info = self.guard.step(batch, number, total)
         self.pending = 0
         history.seconds += time.perf_counter() - started
         history.loss.append(info.loss if info.error is None else math.nan)
@@ -209,13 +208,14 @@ class Run:
         """Validation and callbacks, but for those that are done; whether the run should end."""
         problem, history, first = self.problem, self.history, self.pending or 0
         done, stop = history.steps, False
-        problem.seed_step(-2 - done)  # a sampled score is the same after an interruption
+        if self.validation is not None or self.callbacks:
+            problem.seed_step(-2 - done)  # a sampled score is the same after an interruption
         if first == 0 and self.validation is not None and (done % self.validate_every == 0 or done == self.total):
             stop = distributed.agreed(self._validate(self.validation), problem.device) and self._end_early()
         self.pending = max(1, first)
-        epoch, rest = divmod(done, self.source.steps_per_epoch)
-        seen = Step(done, epoch, rest == 0, history.loss[-1], problem.model, problem.likelihood, history)
         for callback in self.callbacks[self.pending - 1 :]:
+            epoch, rest = divmod(done, self.source.steps_per_epoch)
+            seen = Step(done, epoch, rest == 0, history.loss[-1], problem.model, problem.likelihood, history)
             self.pending += 1
             answer = callback(seen)
             is_true = isinstance(answer, (bool, np.bool_, torch.BoolTensor)) and bool(answer)
