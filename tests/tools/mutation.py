@@ -55,7 +55,7 @@ TARGETS = {
     "predictions/last_term.py": ("predictions/test_last_term", f"{E}golden"),
     "predictions/densities.py": ("predictions/test_y",),
     "predictions/given_f.py": ("predictions/test_y",),
-    "training/guard.py": ("training/test_survival",),
+    "training/step.py": ("training/test_survival",),
     "training/batches.py": ("training/test_batches",),
 }
 # What else may notice.

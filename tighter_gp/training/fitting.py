@@ -27,19 +27,17 @@ from ..mlls.priors import counts_twice
 from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
-from .advice import say_how_data_are_scaled
 from .batches import ArrayBatches, LoaderBatches
 from .capture import compile_pays
 from .checkpoint import describe
-from .guard import Guard
-from .history import History, Progress, Step
+from .history import History, Progress, Step, say_how_data_are_scaled
 from .initialization import initialize as start_from_data
 from .lbfgs import LBFGSStep
 from .natural import has_natural_step
 from .problem import Problem, is_collapsed, make_objective, reference
 from .recipe import Recipe
 from .run import Run
-from .step import GradientStep
+from .step import GradientStep, Guard
 from .validation import HeldOut
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200

@@ -21,12 +21,11 @@ from ..maths.linalg import full_precision
 from ..modes import temporary_mode
 from . import checkpoint as checkpoints
 from . import distributed
-from .advice import say_if_only_the_mean_was_learnt
 from .batches import Batch
-from .guard import Guard
-from .history import History, Progress, Step
+from .history import History, Progress, Step, say_if_only_the_mean_was_learnt
 from .initialization import start_beta
 from .problem import Problem
+from .step import Guard
 from .validation import HeldOut
 
 log = logging.getLogger("tighter_gp")
