@@ -57,7 +57,6 @@ class ArrayBatches:
     :param like: Tensor whose dtype and device rows of numpy arrays take.
     :param batch_size: Most points per step; None for all.
     :param seed: Seed of the order.
-    :param is_split: Whether processes share each batch.
     :ivar num_data: Number of training points.
     :ivar steps_per_epoch: Steps in which each of them is seen once.
     :ivar batch_size: Points in the largest batch, over all processes.
@@ -66,15 +65,7 @@ class ArrayBatches:
     generators: Sequence[torch.Generator] = ()
 
     def __init__(
-        self,
-        x: Any,
-        y: Any,
-        kwargs: dict[str, Any],
-        likelihood: Any,
-        like: Tensor,
-        batch_size: int | None,
-        seed: int,
-        is_split: bool = True,
+        self, x: Any, y: Any, kwargs: dict[str, Any], likelihood: Any, like: Tensor, batch_size: int | None, seed: int
     ) -> None:
         x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
         if x is not None:
@@ -94,7 +85,7 @@ class ArrayBatches:
         self.y, self.likelihood = Rows(y, like, dim=dim, name="y"), likelihood
         kwargs = stored_noise(likelihood) | kwargs
         self.kwargs = {name: self._argument(name, value) for name, value in kwargs.items()}
-        self.seed, self.like, self.is_split = seed, like, is_split
+        self.seed, self.like = seed, like
         self._on_disk = self.y.is_array or (self.x is not None and self.x.is_array)
         self.steps_per_epoch = 1 if batch_size is None else -(-self.num_data // batch_size)
         self.batch_size = -(-self.num_data // self.steps_per_epoch)
@@ -120,7 +111,7 @@ class ArrayBatches:
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """The batches from step ``start`` on, without end."""
-        rank, world_size = (distributed.rank(), distributed.world_size()) if self.is_split else (0, 1)
+        rank, world_size = distributed.rank(), distributed.world_size()
         epoch, position = divmod(start, self.steps_per_epoch)
         while True:
             for rows in self._order(epoch).tensor_split(self.steps_per_epoch)[position:]:
@@ -232,7 +223,9 @@ class LoaderBatches:
         check_targets(self.likelihood, y, "values of y")
         x, y = x.unsqueeze(-1) if x.dim() == 1 else x, signed(y)
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
-        rows = self._index(*index) if index and self.limits else None
+        rows = move(index[0], self.like.device) if index and self.limits else None
+        for number, owner in self.limits if rows is not None else ():
+            check_range(index[0], number, owner)
         if self.noise is not None and rows is None:
             raise ValueError("The likelihood has a noise per training point: let the DataLoader yield (x, y, index).")
         kwargs = {} if self.noise is None else {"noise": self.noise[..., rows]}
@@ -241,14 +234,6 @@ class LoaderBatches:
             raise ValueError("An item of the dataset has several rows: pass the number of training points, num_data=.")
         share = size / self.batch_size if self.batch_size else 1.0
         return Batch(move(x, self.like.device), move(y, self.like.device), rows, kwargs, len(x) / size, share)
-
-    def _index(self, index: Any) -> Tensor:
-        if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
-            kind = getattr(index, "dtype", type(index).__name__)
-            raise TypeError(f"The third part of a batch is the index of its rows, integers; got {kind}.")
-        for size, owner in self.limits:
-            check_range(index, size, owner)
-        return move(index, self.like.device)
 
     def fingerprint(self) -> bytes:
         """Nothing is known of the data before they come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from gpytorch.likelihoods import GaussianLikelihood, LaplaceLikelihood, MultitaskGaussianLikelihood, StudentTLikelihood
@@ -142,9 +142,9 @@ def _scale(problem: Problem) -> tuple[int, float]:
 def _move(
     parts: Sequence[Part],
     natural: Sequence[Natural],
-    slopes: dict[torch.nn.Module, Slopes],
+    slopes: dict[Any, Slopes],
     size: Tensor,
-    reach: float | Tensor | None,
+    reach: Any,
     sums: StepSums,
 ) -> tuple[list[Natural], list[Tensor]]:
     """A natural step of every part, written to the parameters of q(u); and flags."""

@@ -42,9 +42,6 @@ from .validation import HeldOut
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
-# Validations of a run, at most; and least steps between checkpoints.
-_MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
-
 # Arguments of earlier versions that are fields of a recipe now.
 _FORMER = {"schedule", "natural_gradients", "compile", "max_failures", "validate_every", "checkpoint_every"}
 
@@ -159,7 +156,7 @@ def fit(
             raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
         elif collapsed:
             x, y = _own_data(model, likelihood, x, y, kwargs, like)
-            source = ArrayBatches(x, y, {}, likelihood, like, None, seed, is_split=False)
+            source = ArrayBatches(x, y, {}, likelihood, like, None, seed)
         else:
             source = ArrayBatches(x, y, kwargs, likelihood, like, batch_size, seed)
         mll = make_objective(model, likelihood, objective, source.num_data)
@@ -180,25 +177,11 @@ def fit(
             "batch_size": batch_size,
             "recipe": recipe.described(),
             "data": fingerprint.hex(),
-            "arguments": sorted(kwargs),
             **describe(problem),
             "held-out data": held_out.fingerprint().hex() if held_out is not None and is_compared else "",
         }
-        run = Run(
-            problem,
-            source,
-            Guard(step, problem, recipe.max_failures),
-            Progress(progress),
-            planned=steps,
-            validation=held_out,
-            validate_every=recipe.validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
-            patience=patience,
-            falls=not collapsed and recipe.schedule != "constant",
-            checkpoint=checkpoint,
-            checkpoint_every=recipe.checkpoint_every or max(_FEWEST_STEPS, source.steps_per_epoch),
-            callbacks=callbacks,
-            config=config,
-        )
+        guard, bar = Guard(step, problem, recipe.max_failures), Progress(progress)
+        run = Run(problem, source, guard, recipe, bar, steps, held_out, patience, checkpoint, callbacks, config)
         return run.train(resume)
 
 
@@ -210,15 +193,18 @@ def _count(name: str, value: Any) -> int | None:
 
 
 def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) -> GradientStep:
-    reason = no_natural_step(problem.model, problem.likelihood, problem.objective)
-    if recipe.natural and reason:
-        raise ValueError(f"Recipe(natural={recipe.natural:g}) cannot be used here: {reason}.")
-    is_natural = recipe.natural != 0 and not reason
+    has_slopes = _has_natural_slopes(problem.model, problem.likelihood, problem.objective)
+    if recipe.natural and not has_slopes:
+        raise ValueError(
+            f"Recipe(natural={recipe.natural:g}) cannot be used here: natural gradients need a Gaussian q(u) in a strategy of "
+            "tighter_gp, no deep GP, and TighterELBO, or GPyTorch's for a likelihood that is not sampled."
+        )
+    is_natural = has_slopes and recipe.natural != 0
     for module in problem.model.modules():
         if not is_natural and isinstance(module, _NaturalVariationalDistribution):
             raise ValueError(
                 f"q(u) is a {type(module).__name__}, whose gradients mean nothing to Adam: use natural gradients, or a "
-                f"CholeskyVariationalDistribution. {reason}".rstrip()
+                "CholeskyVariationalDistribution."
             )
     compile = recipe.compile
     if compile == "auto":  # a compiled step of Adam cannot repeat a step in another precision: only on demand
@@ -229,23 +215,18 @@ def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) ->
     return GradientStep(problem, resolved, source.batch_size >= problem.num_data, bool(compile))
 
 
-def no_natural_step(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
-    """Why natural gradients cannot train a model; empty if they can."""
+def _has_natural_slopes(model: torch.nn.Module, likelihood: Any, objective: Any) -> bool:
+    """Whether the slopes of an objective show the curvature that a natural step of q(u) takes."""
     strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
     forms = [distribution for strategy in strategies for distribution in strategy.distributions]
-    name, base = type(objective).__name__, TighterELBO if isinstance(objective, TighterELBO) else VariationalELBO
-    if any(isinstance(module, DeepGP) for module in model.modules()):
-        return "the slopes of a deep GP's hidden layers are sampled, and no curvature"
-    if not any(map(has_natural_step, forms)):
-        return "the model has no q(u) in one of tighter_gp's strategies that has natural parameters"
-    if not isinstance(objective, base) and not hasattr(objective, "is_tighter"):
-        return f"{name} is not known to be an evidence lower bound"
-    methods = ("forward", "_log_likelihood_term")
-    if isinstance(objective, base) and any(getattr(type(objective), m) is not getattr(base, m) for m in methods):
-        return f"{name} changes the bound, and q(u) would be moved to the optimum of another"
-    if family(likelihood).is_sampled and not isinstance(objective, TighterELBO):
-        return f"{name} samples {type(likelihood).__name__}, whose slopes are then no curvature"
-    return ""
+    is_deep = any(isinstance(module, DeepGP) for module in model.modules())  # the slopes of hidden layers are sampled
+    base = TighterELBO if isinstance(objective, TighterELBO) else VariationalELBO
+    if isinstance(objective, base):
+        is_bound = all(getattr(type(objective), m) is getattr(base, m) for m in ("forward", "_log_likelihood_term"))
+    else:
+        is_bound = hasattr(objective, "is_tighter")
+    has_curvature = base is TighterELBO or not family(likelihood).is_sampled
+    return any(map(has_natural_step, forms)) and not is_deep and is_bound and has_curvature
 
 
 def _own_data(

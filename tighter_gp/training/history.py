@@ -137,10 +137,8 @@ class Progress:
         self.bar = _bar(show) if self.is_first else None
         self.has_lines = self.is_first and self.bar is None and show is not False and log.isEnabledFor(logging.INFO)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
+    def close(self) -> None:
+        """Take the bar away."""
         if self.bar is not None:
             self.bar.close()
 

@@ -14,6 +14,7 @@ from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.means import ConstantMean
+from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
 from ..checks import describe_hyperparameters
@@ -31,8 +32,10 @@ from ..modes import temporary_mode
 from ..posterior import gathered, has_own_call
 from ..starts import start_lengthscales
 from ..strategies import TighterStrategy
+from . import distributed
+from .batches import Batch
 from .lbfgs import FAILURES, State, iterate
-from .problem import inner_gp, origins_of
+from .problem import Problem, inner_gp, origins_of
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -256,25 +259,22 @@ def _train_hyperparameters(
 
 
 @torch.no_grad()
-def start_beta(
-    model: Any, likelihood: Any, q: Any, y: Tensor, *, average: Callable[[Tensor], Tensor] = lambda x: x, **kwargs: Any
-) -> None:
+def start_beta(problem: Problem, batch: Batch) -> None:
     r"""Where a learned :math:`\beta` has not been set, let it start at one over the curvature of the likelihood.
 
     The best :math:`m_n` is :math:`1/(1 + \lambda_n d_n)`, so the best :math:`\beta` is about :math:`1/\lambda`.
-
-    :param q: q(f) of a batch.
-    :param y: Its targets.
-    :param average: Over the parts of the batch that other processes have.
     """
-    found = [m for m in model.modules() if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
-    if len(found) != 1 or not found[0].raw_beta.requires_grad:
+    modules = problem.gp.modules()
+    found = [m for m in modules if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
+    is_deep = batch.x is None or isinstance(problem.gp, DeepGP)
+    if is_deep or len(found) != 1 or not found[0].raw_beta.requires_grad:
         return
-    (conditional,) = found
-    curvature = expected_slopes(likelihood, y, q, **kwargs).curvature
+    (conditional,), q = found, problem.q(batch)
+    curvature = expected_slopes(problem.likelihood, batch.y, q, **batch.kwargs).curvature
     if curvature.dim() > q.mean.dim():
         curvature = curvature.diagonal(dim1=-1, dim2=-2)
     mean = curvature.clamp_min(0.0).mean(-2 if len(q.event_shape) > 1 else -1)
-    mean = average(mean if mean.shape == conditional.beta.shape else mean.mean().expand(conditional.beta.shape))
+    mean = mean if mean.shape == conditional.beta.shape else mean.mean().expand(conditional.beta.shape)
+    mean = distributed.summed(mean * batch.weight)
     if bool((mean > 0).all()):
         conditional.beta = mean.reciprocal()

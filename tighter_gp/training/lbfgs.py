@@ -123,7 +123,7 @@ class LBFGSStep:
 
         def evaluate() -> Tensor:
             self.problem.seed_step(-2)  # a sampled objective must be the same at every trial point
-            return self.problem.loss(batch._replace(weight=1.0))  # all data, in every process
+            return self.problem.loss(batch)  # all data, in every process
 
         try:
             found, moved, error = iterate(list(self.problem.parameters.values()), evaluate, state)

@@ -158,11 +158,11 @@ class Problem:
     def loss(self, batch: Batch) -> Tensor:
         """The same, with q(f) of the model."""
         if isinstance(self.model, CollapsedGP):
-            return -(self.model.bound() + log_prior(self.model)) * (batch.weight / self.num_data)
+            return -(self.model.bound() + log_prior(self.model)) / self.num_data
         if batch.x is None:  # of a latent-variable model
             return -self.objective(batch.rows, batch.y, **batch.kwargs).sum() * batch.weight
         if isinstance(self.model, ExactGP):
-            return -self.objective(self.model(batch.x), batch.y).sum() * batch.weight
+            return -self.objective(self.model(*self.model.train_inputs), self.model.train_targets).sum()
         return self.loss_of(self.q(batch), batch)
 
     def first_pass(self, batch: Batch, check: bool, is_natural: bool) -> Pass:

@@ -83,23 +83,18 @@ class Recipe:
         if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:
             raise ValueError(f"Unknown schedule {self.schedule!r}; choose one of {', '.join(_SCHEDULES)}.")
         for tenth in range(11):
-            self._scheduled(tenth / 10)
+            self._falling(tenth, 10)
 
     def resolved(self, likelihood: Any, is_natural: bool) -> Recipe:
         """The same with every size, for a likelihood."""
-        gaussian = family(likelihood).is_gaussian
-        natural = 0.2 if gaussian else 0.02 if family(likelihood).is_sampled else 0.05
-        full = self.natural or (0.9 if gaussian else 0.5)
+        is_gaussian, is_sampled = family(likelihood).is_gaussian, family(likelihood).is_sampled
         if not is_natural:  # one rate for all parameters
             schedule = self.schedule or "cosine"
             return replace(self, lr=self.lr or 0.01, other_lr=self.lr or 0.01, natural=0.0, schedule=schedule)
-        return replace(
-            self,
-            lr=self.lr or 0.2,
-            other_lr=self.lr or self.other_lr,
-            natural=self.natural or natural,
-            natural_full=self.natural_full or full,
-        )
+        natural = self.natural or (0.2 if is_gaussian else 0.02 if is_sampled else 0.05)
+        full = self.natural_full or self.natural or (0.9 if is_gaussian else 0.5)
+        other_lr = self.lr or self.other_lr
+        return replace(self, lr=self.lr or 0.2, other_lr=other_lr, natural=natural, natural_full=full)
 
     def described(self) -> str:
         """What tells one from another, with some values in place of a function; not how often a run looks up."""
@@ -139,13 +134,10 @@ class Recipe:
         return max(min(size, 1.0), first)
 
     def _falling(self, step: int, total: int) -> float:
-        if self.schedule is not None:
-            return self._scheduled(step / total)
-        return min(1.0, (1 - step / total) / self.decay)
-
-    def _scheduled(self, done: float) -> float:
+        """Factor on step sizes that falls over the run."""
+        done = step / total
         if self.schedule is None:
-            return 1.0
+            return min(1.0, (1 - done) / self.decay)
         schedule = _SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         factor = float(schedule(done))
         if not 0 <= factor < math.inf:

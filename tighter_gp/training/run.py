@@ -7,13 +7,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.models.deep_gps import DeepGP
-from torch import Tensor
 
 from ..checks import NUMERICAL_ERRORS, first_line
 from ..draws import kept_states, own_random_state
@@ -24,11 +23,15 @@ from . import distributed
 from .batches import Batch
 from .history import History, Progress, Step, say_if_only_the_mean_was_learnt
 from .initialization import start_beta
-from .problem import Problem
+from .problem import Problem, is_collapsed
+from .recipe import Recipe
 from .step import Guard
 from .validation import HeldOut
 
 log = logging.getLogger("tighter_gp")
+
+# Validations of a run, at most; and least steps between checkpoints.
+_MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
 
 # What of a run is in a checkpoint as it is.
 _SAVED = ("config", "planned", "best", "pending", "shortened")
@@ -41,14 +44,12 @@ class Run:
     :param problem: What is trained.
     :param source: The batches.
     :param guard: The step.
+    :param recipe: How often it validates and writes checkpoints.
     :param progress: Says how far it is.
     :param planned: Number of steps.
     :param validation: Held-out points, if any.
-    :param validate_every: Steps between validations.
     :param patience: Validations without a better one before the run is brought to its end.
-    :param falls: Whether the learning rate falls over the run, as it is to do before patience ends it.
     :param checkpoint: File for the state, if any.
-    :param checkpoint_every: Steps between checkpoints.
     :param callbacks: Called after each step.
     :param config: What tells this run from another, as plain values.
     :ivar history: What happened.
@@ -60,20 +61,23 @@ class Run:
     problem: Problem
     source: Any
     guard: Guard
+    recipe: Recipe
     progress: Progress
     planned: int
     validation: HeldOut | None
-    validate_every: int
     patience: int | None
-    falls: bool
     checkpoint: str | os.PathLike[str] | None
-    checkpoint_every: int
     callbacks: Sequence[Callable[[Step], bool | None]]
     config: dict[str, Any]
     history: History = field(default_factory=History)
     best: dict[str, Any] | None = None
     pending: int | None = None
     shortened: int | None = None
+
+    def __post_init__(self) -> None:
+        epoch = self.source.steps_per_epoch
+        self.validate_every = self.recipe.validate_every or max(epoch, self.planned // _MOST_VALIDATIONS)
+        self.checkpoint_every = self.recipe.checkpoint_every or max(epoch, _FEWEST_STEPS)
 
     @property
     def total(self) -> int:
@@ -84,7 +88,7 @@ class Run:
         """Run to the end, from the start or from a checkpoint."""
         problem = self.problem
         modes = temporary_mode(problem.model, True), temporary_mode(problem.likelihood, True)
-        with modes[0], modes[1], kept_states(self.source.generators), self.progress:
+        with modes[0], modes[1], kept_states(self.source.generators), closing(self.progress):
             if self.checkpoint is not None:
                 checkpoints.check_path(self.checkpoint, problem.device)
             finished = resume and self._restore()
@@ -193,13 +197,7 @@ class Run:
             if distributed.total(float(failed), problem.device):
                 return
             distributed.share_state(problem.modules.values())
-            if (
-                batch.x is not None
-                and hasattr(problem.gp, "variational_strategy")
-                and not isinstance(problem.gp, DeepGP)
-            ):
-                average: Callable[[Tensor], Tensor] = lambda value: distributed.summed(value * batch.weight)
-                start_beta(problem.gp, problem.likelihood, problem.q(batch), batch.y, average=average, **batch.kwargs)
+            start_beta(problem, batch)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -248,7 +246,8 @@ class Run:
     def _end_early(self) -> bool:
         """Patience is over: end the run, or let the learning rate fall first, over as many steps as were taken."""
         done, reason = self.history.steps, f"no better validation in {self.patience}"
-        if self.falls and 2 * done < self.total:
+        falls = self.recipe.schedule != "constant" and not is_collapsed(self.problem.model)
+        if falls and 2 * done < self.total:
             self.shortened = 2 * done
             log.info("%s: the learning rate falls from here on, until step %d", reason, 2 * done)
             return False

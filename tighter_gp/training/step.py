@@ -101,13 +101,13 @@ class GradientStep:
         rho = scale * self.recipe.natural_size(number, total, self.full_batch, state.is_warm)
         size = torch.full((1,), rho, dtype=torch.float64, device=self.problem.device)
         reseed = partial(self.problem.seed_step, number)
-        for place, attempt in enumerate(self._attempts()):
+        for place, attempt in enumerate(self._attempts(reseed)):
             if place:
                 undo()
                 self.num_checked = _CHECKED_STEPS
             reseed()
             try:
-                loss, result = _read(attempt(state, batch, size, reseed))
+                loss, result = _read(attempt(state.natural, batch, size))
                 break
             except NUMERICAL_ERRORS as error:
                 failure = error
@@ -126,31 +126,30 @@ class GradientStep:
 
     # -- attempts: the last one looks at once if all goes well --------------------------------------------------------
 
-    def _attempts(self) -> list[Callable[..., Result]]:
-        checked, first = partial(self._eager, check=True), []
+    def _attempts(self, reseed: Callable[[], None]) -> list[Callable[..., Result]]:
+        checked = partial(self._eager, reseed, True)
+        first: list[Callable[..., Result]] = []
         if self.captured is not None:
-            first = [self._compiled]
+            first = [self.captured]
         elif self.problem.device.type != "cpu" and not distributed.is_active() and not self.num_checked:
-            first = [partial(self._eager, check=False)]
+            first = [partial(self._eager, reseed, False)]
         self.num_checked = max(0, self.num_checked - 1)
         return [*first, checked]
 
-    def _eager(self, state: State, batch: Batch, size: Tensor, reseed: Callable[[], None], check: bool) -> Result:
+    def _eager(
+        self, reseed: Callable[[], None], check: bool, natural: Sequence[Natural], batch: Batch, size: Tensor
+    ) -> Result:
         """Without ``check``, what a step would look at on its way is read with the loss: one look at the device."""
         like = next(iter(self.problem.parameters.values())).new_zeros(1)
-        sums = StepSums([tensor for q in state.natural for tensor in q], [like, *self.rest])
-        with nullcontext() if check else unseen():
-            try:
-                result = body(self.problem, self.parts, state.natural, batch, size, self.rest, sums, check, reseed)
-            except NUMERICAL_ERRORS:
-                sums.fail()
-                raise
+        sums = StepSums([tensor for q in natural for tensor in q], [like, *self.rest])
+        try:
+            with nullcontext() if check else unseen():
+                result = body(self.problem, self.parts, natural, batch, size, self.rest, sums, check, reseed)
+        except NUMERICAL_ERRORS:
+            sums.fail()
+            raise
         loss, *gradients = sums(result.loss, *result.gradients)
         return result._replace(loss=loss, gradients=gradients)
-
-    def _compiled(self, state: State, batch: Batch, size: Tensor, reseed: Callable[[], None]) -> Result:
-        assert self.captured is not None
-        return self.captured(state.natural, batch, size)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
