@@ -223,9 +223,13 @@ class LoaderBatches:
         check_targets(self.likelihood, y, "values of y")
         x, y = x.unsqueeze(-1) if x.dim() == 1 else x, signed(y)
         x, y = x.to(self.like.dtype), y.to(self.like.dtype) if y.is_floating_point() else y
-        rows = move(index[0], self.like.device) if index and self.limits else None
-        for number, owner in self.limits if rows is not None else ():
-            check_range(index[0], number, owner)
+        rows = None
+        if index and self.limits:
+            if index[0].is_floating_point() or index[0].dtype == torch.bool:
+                raise TypeError(f"The third part of a batch is the index of its rows, integers; got {index[0].dtype}.")
+            for number, owner in self.limits:
+                check_range(index[0], number, owner)
+            rows = move(index[0], self.like.device)
         if self.noise is not None and rows is None:
             raise ValueError("The likelihood has a noise per training point: let the DataLoader yield (x, y, index).")
         kwargs = {} if self.noise is None else {"noise": self.noise[..., rows]}
