@@ -120,8 +120,8 @@ class Part:
         """
         precision = natural_step(q.precision, gram, size)
         factor, ok = reversed_factor(precision)  # P = T'T
-        root = triangular_inverse(factor)  # P^-1 = R R'
-        direction = root @ (root.mT @ (vector - q.mean).unsqueeze(-1))  # [..., M, 1]
+        half = torch.linalg.solve_triangular(factor.mT, (vector - q.mean).unsqueeze(-1), upper=True)
+        direction = torch.linalg.solve_triangular(factor, half, upper=False)  # P^-1 (sum_n g_n a_n - m)  [..., M, 1]
         length = size.clamp_max(1 / self.num_coupled)
         if reach is not None:
             change = (matrix[..., self.rows, :].mT @ direction.to(matrix)).abs().amax().double()  # max |A' dm|
@@ -131,10 +131,8 @@ class Part:
         values: list[Tensor] = []
         for distribution, rows in zip(self.distributions, self.within, strict=True):
             block = precision[..., rows, rows]
-            if len(self.distributions) > 1:
-                factor, _ = reversed_factor(block)
-                root = triangular_inverse(factor)
-            values += _parameters_of(distribution, mean[..., rows], block, factor, root)
+            own = factor if len(self.distributions) == 1 else reversed_factor(block)[0]
+            values += _parameters_of(distribution, mean[..., rows], block, own)
         return Natural(precision, mean), values, ok & torch.isfinite(mean).all()
 
 
@@ -181,13 +179,13 @@ def _natural_of(distribution: _VariationalDistribution) -> tuple[Tensor, Tensor]
 
 
 def _parameters_of(
-    distribution: _VariationalDistribution, mean: Tensor, precision: Tensor, factor: Tensor, root: Tensor
+    distribution: _VariationalDistribution, mean: Tensor, precision: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The parameters that give a distribution its mean and precision P = T'T, with R the inverse of T."""
+    """The parameters that give a distribution its mean and precision P = T'T."""
     if isinstance(distribution, MeanFieldVariationalDistribution):
         return mean, precision.diagonal(dim1=-1, dim2=-2).rsqrt()
     if isinstance(distribution, CholeskyVariationalDistribution):
-        return mean, root
+        return mean, triangular_inverse(factor)
     linear = (precision @ mean.unsqueeze(-1)).squeeze(-1)  # h
     if isinstance(distribution, TrilNaturalVariationalDistribution):
         return linear, factor
