@@ -54,7 +54,7 @@ TARGETS = {
     "collapsed/tighter_inducing_point_kernel.py": (f"{E}sgpr", f"{E}golden"),
     "predictions/last_term.py": ("predictions/test_last_term", f"{E}golden"),
     "predictions/densities.py": ("predictions/test_y",),
-    "training/guard.py": ("training/test_survival",),
+    "training/step.py": ("training/test_survival",),
     "training/batches.py": ("training/test_batches",),
 }
 # What else may notice.

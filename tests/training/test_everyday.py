@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 
 import gpytorch
 import numpy as np
@@ -185,19 +184,6 @@ def test_numbers_of_numpy_go_through_a_checkpoint(tmp_path):
     assert best.steps == [1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_ends_no_run_and_leaves_the_last_checkpoint(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "run.pt"
-    model, likelihood = problem()
-    fit(model, likelihood, *data(), steps=2, checkpoint=path)
-    kept = path.read_bytes()
-    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    history = fit(model, likelihood, *data(), steps=4, checkpoint=path, resume=True)
-    assert history.steps == 4
-    assert path.read_bytes() == kept
-    assert "No space left" in caplog.text
-    assert os.listdir(tmp_path) == ["run.pt"]
-
-
 def test_ctrl_c_in_a_callback_loses_no_later_callback_of_its_step(tmp_path):
     later = Count()
 
@@ -269,6 +255,13 @@ def test_a_latent_variable_model_has_an_objective_of_its_own():
     model, likelihood, x, rows, options = gplvm()
     given = fit(model, likelihood, x, rows, steps=3, batch_size=20, **options)
     assert chosen.loss == given.loss
+
+
+def test_a_long_run_of_a_latent_variable_model_is_not_compiled():
+    """Its latents are drawn in every step."""
+    model, likelihood, _, rows, options = gplvm()
+    history = fit(model, likelihood, None, rows, steps=200_000, batch_size=20, callbacks=[lambda step: True], **options)
+    assert (history.steps, history.skipped) == (1, [])
 
 
 def test_float64_arrays_train_a_float32_model():

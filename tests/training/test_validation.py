@@ -108,7 +108,7 @@ def test_a_shortened_run_resumes_shortened(monkeypatch, tmp_path):
     ("held_out", "error", "message"),
     [
         (HELD_OUT[0], TypeError, r"must be \(x, y\)"),
-        ([HELD_OUT[0].tolist(), HELD_OUT[1]], TypeError, "tensors or arrays"),
+        ([HELD_OUT[0].tolist(), HELD_OUT[1]], TypeError, "must be a tensor or a numpy array"),
         ((HELD_OUT[0], HELD_OUT[1][:-1]), ValueError, "a held-out target per row of x, 19"),
         ((HELD_OUT[0], HELD_OUT[1] * math.nan), ValueError, "validation targets are NaN"),
         ((HELD_OUT[0] * math.inf, HELD_OUT[1]), ValueError, "validation inputs are NaN"),

@@ -155,7 +155,8 @@ class TighterELBO(_ApproximateMarginalLogLikelihood):
 
         :param by_curvature: See :func:`~tighter_gp.mlls.data_terms`.
         """
-        num_batch, last = q.event_shape[0], carrier_of(q).origin.strategy
+        last = carrier_of(q).origin.strategy
+        num_batch = q.event_shape[0]
         strategies = [module for module in self.model.modules() if isinstance(module, TighterStrategy)]
         if last not in strategies:
             raise ValueError("q(f) comes from another model than the one TighterELBO was built with.")

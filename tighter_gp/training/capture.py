@@ -11,24 +11,26 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpytorch import Module, settings
 from gpytorch.models.deep_gps import DeepGP
 from gpytorch.variational import _VariationalDistribution
+from linear_operator.utils.errors import NanError
 from torch import Tensor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..checks import first_line
+from ..gplvm import BayesianGPLVM
 from ..likelihoods.family import family
 from ..maths.linalg import full_precision
 from . import distributed
 from .batches import Batch
-from .body import body
+from .body import Result, body
+from .distributed import StepSums
 from .natural import Natural, Part, parts_of
 from .problem import Problem
 
@@ -47,25 +49,23 @@ _OPTIONS = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False, "cpp.vec
 class _Body(torch.nn.Module):
     """The body of a step as a module, so that parameters and buffers can be given as arguments."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, leaves: Sequence[str]) -> None:
         super().__init__()
-        self.parts_in = torch.nn.ModuleDict(problem.modules)
-        self.objective = problem.objective
-        self.num_data, self.seed = problem.num_data, problem.seed
+        self.model, self.likelihood, self.objective = problem.model, problem.likelihood, problem.objective
+        self.settings, self.leaves = (problem.num_data, problem.seed), leaves
 
-    def forward(self, batch: Batch, natural: Sequence[Natural], size: Tensor, leaves: Sequence[Tensor]) -> Any:
-        problem = self._problem()
-        parts = [] if not natural else parts_of(problem.model)
-        result = body(problem, parts, natural, batch, size, leaves, check=False)
-        return result, [parameter for part in parts for parameter in part.parameters()]
+    def problem(self) -> Problem:
+        """The same problem, with the parameters of the moment."""
+        return Problem(self.model, self.likelihood, self.objective, *self.settings)
 
-    @torch.no_grad()
-    def warm_up(self, batch: Batch) -> None:
-        """Strategies read the flags of their first call once."""
-        self._problem().loss(batch)
-
-    def _problem(self) -> Problem:
-        return Problem(self.parts_in["model"], self.parts_in["likelihood"], self.objective, self.num_data, self.seed)
+    def forward(self, batch: Batch, natural: Sequence[Natural], size: Tensor) -> tuple[Result, list[Tensor]]:
+        """The result, and the parameters of q(u) after it."""
+        problem = self.problem()
+        parts = parts_of(problem.model) if natural else []
+        leaves = [problem.parameters[name] for name in self.leaves]
+        with torch.enable_grad():
+            result = body(problem, parts, natural, batch, size, leaves, StepSums(), check=False)
+        return result, [parameter for part in parts for parameter in part.parameters]
 
 
 class Captured:
@@ -77,149 +77,101 @@ class Captured:
     """
 
     def __init__(self, problem: Problem, parts: Sequence[Part], leaves: Sequence[str]) -> None:
-        self.problem, self.module = problem, _Body(problem)
-        self.leaves = [f"parts_in.{name}" for name in leaves]
-        self.in_q = {id(parameter) for part in parts for parameter in part.parameters()}
-        self.graphs: dict[Any, Graph | None] = {}
+        self.module, self.device_type = _Body(problem, leaves), problem.device.type
+        self.in_q = [parameter for part in parts for parameter in part.parameters]
+        self.graphs: dict[Any, tuple[Graph, TreeSpec] | None] = {}
 
-    def __call__(self, natural: Sequence[Natural], batch: Batch, size: float) -> tuple | None:
-        """Loss, flag, gradients, natural parameters and values of q(u); None where there is no graph."""
-        tensors = {name: value for name, value in batch.kwargs.items() if isinstance(value, Tensor)}
+    @torch.no_grad()
+    def __call__(self, natural: Sequence[Natural], batch: Batch, size: Tensor) -> Result:
+        """Take the step of q(u), and compute the rest.
+
+        :raises NanError: If there is no graph.
+        """
         values: dict[str, Tensor] = dict(self.module.named_parameters())
         values |= {name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
-        rows = self.problem.positions(batch)
-        assert batch.x is not None
-        given = [batch.x, batch.y, *rows.values(), *tensors.values()]
-        state = [tensor for q in natural for tensor in q]
-        step = torch.full((1,), size, dtype=torch.float64, device=self.problem.device)
+        given, layout = tree_flatten((values, batch._replace(share=1.0), natural, size))
         # A parameter without a dimension gets one: torch would read its value for its guards.
-        inputs = [value.detach().contiguous() for value in (*map(_at_least_1d, values.values()), *given, *state, step)]
-        key = (
-            *((value.shape, value.dtype) for value in inputs),
-            batch.weight,
-            tuple(module.training for module in self.module.modules()),
-            settings.num_likelihood_samples.value(),
-            settings.observation_nan_policy.value(),
-            torch.get_num_threads(),
-        )
+        inputs = [torch.atleast_1d(value.detach().contiguous()) for value in given if isinstance(value, Tensor)]
+        kinds = [(value.shape, value.dtype) for value in inputs]
+        key = (*kinds, *(module.training for module in self.module.modules()))
         if key not in self.graphs:
-            self.graphs[key] = self._capture(values, batch, list(tensors), bool(rows), len(natural), inputs)
-        graph = self.graphs[key]
-        if graph is None:
-            return None
-        with torch.no_grad(), full_precision(self.problem.device.type):
-            loss, ok, *rest = graph(*inputs)
-        gradients, rest = rest[: len(self.leaves)], rest[len(self.leaves) :]
-        moved = [Natural(*rest[3 * i : 3 * i + 3]) for i in range(len(natural))]
-        return loss, ok, gradients, moved, rest[3 * len(natural) :]
+            self.graphs[key] = self._capture(given, layout, inputs, batch)
+        found = self.graphs[key]
+        if found is None:
+            raise NanError("the step is not compiled")
+        graph, outputs = found
+        with full_precision(self.device_type):
+            result, written = tree_unflatten(list(graph(*inputs)), outputs)
+        for parameter, value in zip(self.in_q, written, strict=True):
+            parameter.copy_(value)
+        return result
 
     def _capture(
-        self,
-        values: dict[str, Tensor],
-        batch: Batch,
-        names: list[str],
-        has_rows: bool,
-        num_parts: int,
-        inputs: list[Tensor],
-    ) -> Graph | None:
-        private = copy.deepcopy(self.module)
-        private.warm_up(batch)
-        shapes = {name: (value.shape, id(value) in self.in_q) for name, value in values.items()}
+        self, given: list[Any], layout: TreeSpec, inputs: list[Tensor], batch: Batch
+    ) -> tuple[Graph, TreeSpec] | None:
+        private, outputs = copy.deepcopy(self.module), []
+        in_q = {id(parameter) for parameter in self.in_q}
+
+        def like(value: Tensor, of: Any) -> Tensor:
+            """An input with the shape of what it stands for; q(u) is written in place."""
+            value = value.detach().reshape(of.shape)
+            return (value.clone() if id(of) in in_q else value).requires_grad_(of.requires_grad)
 
         def step(*inputs: Tensor) -> list[Tensor]:
-            given = iter(inputs)
-            own = {name: next(given).detach().reshape(shape) for name, (shape, _) in shapes.items()}
-            own = {name: v.clone() if shapes[name][1] else v for name, v in own.items()}  # q(u) is written in place
-            for name in self.leaves:
-                own[name].requires_grad_()
-            for name, (_, is_q) in shapes.items():
-                if is_q:
-                    own[name].requires_grad_()
-            x, y = next(given), next(given)
-            rows = next(given) if has_rows else None
-            kwargs = {**batch.kwargs, **{name: next(given) for name in names}}
-            natural = [Natural(next(given), next(given), next(given)) for _ in range(num_parts)]
-            arguments = batch._replace(x=x, y=y, rows=rows, kwargs=kwargs), natural, next(given)
-            leaves = [own[name] for name in self.leaves]
-            with torch.enable_grad():
-                result, written = functional_call(private, own, (*arguments, leaves))
-            flags = torch.stack([flag.reshape(()).bool() for flag in result.ok] or [result.loss == result.loss])
-            state = [tensor for q in result.natural for tensor in q]
-            return [t.detach() for t in (result.loss, flags.all(), *result.gradients, *state, *written)]
+            left = iter(inputs)
+            leaves = [like(next(left), value) if isinstance(value, Tensor) else value for value in given]
+            values, *arguments = tree_unflatten(leaves, layout)
+            found, layout_of_result = tree_flatten(functional_call(private, values, tuple(arguments)))
+            outputs.append(layout_of_result)
+            return [value.detach() for value in found]
 
         try:
-            with (
-                warnings.catch_warnings(),
-                torch.no_grad(),
-                full_precision(self.problem.device.type),
-                _trusted(private),
-            ):
+            with warnings.catch_warnings(), full_precision(self.device_type):
                 warnings.simplefilter("ignore")
-                return _compiled(make_fx(step)(*inputs), inputs)
+                private.problem().loss(batch)  # strategies read the flags of their first call once
+                _trust_priors(private)
+                return _compiled(make_fx(step)(*inputs), inputs), outputs[-1]
         except Exception as error:
             log.debug("", exc_info=True)
             log.info("steps are not compiled: %s", first_line(error))
             return None
 
 
-def _at_least_1d(value: Tensor) -> Tensor:
-    return value if value.dim() else value.reshape(1)
+def _trust_priors(module: torch.nn.Module) -> None:
+    """Priors do not look at the values of their arguments."""
+    for part in module.modules():
+        for prior, *_ in getattr(part, "_priors", {}).values():
+            for distribution in (prior, getattr(prior, "base_dist", prior)):
+                distribution._validate_args = False
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Graph:
     """By Inductor itself on a CPU, which takes half the time; else, or where that fails, by :func:`torch.compile`."""
     if all(tensor.device.type == "cpu" for tensor in inputs):
+        notes = logging.getLogger("torch._inductor.ir")  # on operations that it hands back to torch
+        level = notes.level
+        notes.setLevel(logging.ERROR)
         try:
-            with _untried_processor():
-                options = {"config_patches": _OPTIONS}
-                direct = torch._inductor.standalone_compile(
-                    graph, list(inputs), dynamic_shapes="from_example_inputs", options=options
-                )
-                direct(*inputs)
+            options = {"config_patches": _OPTIONS}
+            direct = torch._inductor.standalone_compile(
+                graph, list(inputs), dynamic_shapes="from_example_inputs", options=options
+            )
+            direct(*inputs)
             return direct
         except Exception as error:
             log.debug("Inductor did not take the step as it is: %s", first_line(error))
+        finally:
+            notes.setLevel(level)
     compiled = torch.compile(graph, fullgraph=True, dynamic=False)
     compiled(*inputs)
     return compiled
 
 
-@contextmanager
-def _untried_processor() -> Iterator[None]:
-    """What was believed of the processor without a try is forgotten afterwards, and Inductor's loggers are quiet."""
-    from torch._inductor import cpu_vec_isa
-
-    tries: list[Any] = [type(isa).__bool__ for isa in cpu_vec_isa.supported_vec_isa_list]
-    caches = [f for f in (cpu_vec_isa.valid_vec_isa_list, *tries) if hasattr(f, "cache_info")]
-    empty = [function for function in caches if not function.cache_info().currsize]
-    loggers = [logging.getLogger(f"torch._inductor.{name}") for name in ("ir", "standalone_compile")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for function in empty:
-            function.cache_clear()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _trusted(module: torch.nn.Module) -> Iterator[None]:
-    """Priors do not look at the values of their arguments."""
-    priors = [prior for part in module.modules() if isinstance(part, Module) for prior in part._priors.values()]
-    found = [p for prior in priors for p in (prior[0], getattr(prior[0], "base_dist", None)) if p is not None]
-    for prior in found:
-        prior._validate_args = False
-    yield
-
-
 def compile_pays(problem: Problem, steps: int, batch_size: int) -> bool:
     """Whether a run on a CPU with a C++ compiler is long enough for compiled steps, by shapes and steps alone."""
-    is_drawn = family(problem.likelihood).is_sampled or problem.needs_index or isinstance(problem.model, DeepGP)
+    is_drawn = family(problem.likelihood).is_sampled or isinstance(problem.model, (DeepGP, BayesianGPLVM))
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
-    if is_drawn or problem.device.type != "cpu" or not has_compiler or distributed.is_active():
+    if is_drawn or problem.needs_index or problem.device.type != "cpu" or not has_compiler or distributed.is_active():
         return False
     forms = [module for module in problem.model.modules() if isinstance(module, _VariationalDistribution)]
     sizes = [(form.batch_shape.numel(), form.num_inducing_points) for form in forms]

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch
 
 from ..checks import first_line
 from . import distributed
+from .problem import Problem
 
 log = logging.getLogger("tighter_gp")
 
-FORMAT = 2
-
-# What a checkpoint of a run holds.
-_PARTS = ("config", "finished", "total", "model", "likelihood", "objective", "step", "history", "best", "callbacks")
+FORMAT = 3
 
 PathLike = str | os.PathLike[str]
 
@@ -35,18 +33,16 @@ def save(path: PathLike, state: dict[str, Any]) -> None:
     """
     if distributed.rank() != 0:
         return
-    path, buffer = Path(path), io.BytesIO()
-    temporary = _temporary(path)
+    temporary, buffer = _temporary(path), io.BytesIO()
     try:
         torch.save({"format": FORMAT, **plain(state)}, buffer)
         torch.load(io.BytesIO(buffer.getbuffer()), map_location="cpu", weights_only=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_directory(path.parent)
     except (OSError, pickle.PickleError, AttributeError, TypeError) as error:
         log.warning("no checkpoint was written to %s, and what was there stays: %s", path, first_line(error))
     finally:
@@ -64,30 +60,25 @@ def plain(value: Any) -> Any:
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
 
 
-def _temporary(path: Path) -> Path:
+def _temporary(path: PathLike) -> Path:
     """A name beside a file that no other process has."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    return Path(f"{os.fspath(path)}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
 
 
 def check_path(path: PathLike, device: torch.device) -> None:
     """Raise, in every process, unless the first one can write a checkpoint here."""
-    reason = distributed.share_bytes(_obstacle(Path(path)) if distributed.rank() == 0 else None, device)
-    if reason is not None:
-        raise ValueError(f"No checkpoint can be written to {path} ({reason.decode()}); use another path.")
-
-
-def _obstacle(path: Path) -> bytes | None:
-    """What stands in the way of a file, if anything."""
-    temporary = _temporary(path)
-    try:
-        if path.is_dir():
-            return b"it is a directory"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        return str(error).encode()
-    return None
+    reason, temporary = "", _temporary(path)
+    if distributed.rank() == 0:
+        try:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            temporary.unlink()
+        except OSError as error:
+            reason = str(error)
+        reason = "it is a directory" if Path(path).is_dir() else reason
+    reason = distributed.first_ones(reason, device)
+    if reason:
+        raise ValueError(f"No checkpoint can be written to {path} ({reason}); use another path.")
 
 
 def load(path: PathLike, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -97,50 +88,29 @@ def load(path: PathLike, device: torch.device, config: Mapping[str, Any]) -> dic
     :raises ValueError: If the file is no checkpoint, or one of another run.
     """
     path = Path(path)
-    data = distributed.share_bytes(path.read_bytes() if distributed.rank() == 0 and path.exists() else None, device)
+    data = distributed.first_ones(path.read_bytes() if distributed.rank() == 0 and path.exists() else None, device)
     if data is None:
         return None
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a broken file
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no data'}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{path} is not a readable checkpoint ({reason}). Delete it to start anew.") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT or any(part not in state for part in _PARTS):
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not {"config", "values"} <= state.keys():
         raise ValueError(f"{path} is not a checkpoint of this version of fit. Delete it or use another path.")
-    different = list(_differences(state["config"], config))
+    then = state["config"]
+    different = sorted(name for name in {**then, **config} if then.get(name) != config.get(name))
     if different:
-        raise ValueError(f"{path} belongs to another run: {'; '.join(different)}. Delete it or use another path.")
+        changes = "; ".join(f"{name} was {then.get(name)} and is {config.get(name)}" for name in different[:3])
+        raise ValueError(f"{path} belongs to another run: {changes}. Delete it or use another path.")
     return state
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in now.items():
-        if then.get(name) != value and isinstance(value, list):
-            changed = [entry for entry in value if entry not in then[name]] or sorted({*then[name]} - {*value})
-            yield f"{name} differ, such as {'; '.join(map(str, changed[:2]))}"
-        elif then.get(name) != value:
-            yield f"{name} was {then.get(name)} and is {value}"
-
-
-def describe(modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Classes of all modules with their numbers, such as ``kernel.nu``, to tell one model from another."""
-    found, seen = [], set()
-    for prefix, module in modules.items():
-        for path, child in module.named_modules(prefix=prefix):
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            kinds = (bool, int, float, str)
-            own = {n: v for n, v in vars(child).items() if isinstance(v, kinds) and n != "training" and n[0] != "_"}
-            found.append(f"{path}: {type(child).__name__} {own or ''}".strip())
+def describe(problem: Problem) -> dict[str, str]:
+    """Shapes of all parameters, and classes of all modules with their numbers, such as ``nu``, to tell models apart."""
+    found = {name: str(tuple(parameter.shape)) for name, parameter in problem.parameters.items()}
+    for path, module in list(torch.nn.ModuleDict(problem.modules).named_modules())[1:]:
+        own = {n: v for n, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and n[0] != "_"}
+        own.pop("training", None)
+        found[path] = f"{type(module).__name__} {own or ''}".strip()
     return found
-
-
-def _sync_directory(directory: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,12 +6,12 @@ gradients, each times its part's share of the batch, sum to those of the whole b
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,17 +84,13 @@ def start(device: torch.device | str = "cpu") -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
         return device
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+        device = local_device()
     if not dist.is_initialized():
-        _start_group("nccl" if device.type == "cuda" else "gloo")
+        store, number, count = next(dist.rendezvous("env://"))
+        corner = dist.PrefixStore(f"tighter_gp/{next(_started)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=corner, rank=number, world_size=count, timeout=timedelta(hours=2))
     return device
-
-
-def _start_group(backend: str) -> None:
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    corner = dist.PrefixStore(f"tighter_gp/{next(_started)}", store)
-    dist.init_process_group(backend, store=corner, rank=rank, world_size=world_size, timeout=timedelta(hours=2))
 
 
 @contextmanager
@@ -108,20 +104,16 @@ def group(device: torch.device) -> Iterator[None]:
         ...     tighter_gp.training.distributed.world_size()
         1
     """
-    is_described = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
-    if not is_described or not dist.is_available() or dist.is_initialized():
+    if "MASTER_ADDR" not in os.environ or not dist.is_available() or dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if torch.cuda.device_count() > 1 and device.index != local:
-            raise ValueError(
-                f"The model is on {device} in the process with LOCAL_RANK {local}: move model and data to cuda:{local}, "
-                "such as with device = tighter_gp.training.distributed.local_device()."
-            )
-        torch.cuda.set_device(device)
-    _start_group("nccl" if device.type == "cuda" else "gloo")
+    own = start(device)
     try:
+        if own != device:
+            raise ValueError(
+                f"The model is on {device}, and {own} is this process's: move model and data there, such as with device = "
+                "tighter_gp.training.distributed.local_device()."
+            )
         yield
         barrier()
     finally:
@@ -148,15 +140,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def total(value: float, device: torch.device) -> float:
-    """Sum of a number over the processes."""
-    if not is_active():
-        return value
-    summed = torch.tensor(float(value), dtype=torch.float64, device=device)
-    dist.all_reduce(summed)
-    return float(summed)
-
-
 def agreed(flag: bool, device: torch.device) -> bool:
     """The first process's answer, for a question on which rounding could divide them.
 
@@ -164,11 +147,30 @@ def agreed(flag: bool, device: torch.device) -> bool:
         >>> tighter_gp.training.distributed.agreed(True, torch.device("cpu"))
         True
     """
+    return bool(first_ones(flag, device))
+
+
+def first_ones(value: Any, device: torch.device) -> Any:
+    """The first process's value, in every process: bytes, a text, a number or None."""
     if not is_active():
-        return flag
-    answer = torch.tensor(int(flag), device=device)
-    dist.broadcast(answer, 0)
-    return bool(answer)
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, 0, device=device)
+    return values[0]
+
+
+@torch.no_grad()
+def summed(value: Tensor) -> Tensor:
+    """Sum of a tensor over the processes."""
+    if is_active():
+        value = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(value)
+    return value
+
+
+def total(value: float, device: torch.device) -> float:
+    """Sum of a number over the processes."""
+    return float(summed(torch.tensor(float(value), dtype=torch.float64, device=device))) if is_active() else value
 
 
 def check_same(data: bytes, device: torch.device) -> None:
@@ -176,42 +178,14 @@ def check_same(data: bytes, device: torch.device) -> None:
 
     :param data: A hash of them.
     """
-    if not is_active():
-        return
-    own = torch.tensor([*hashlib.sha256(data).digest()], dtype=torch.int64, device=device)
-    found = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(found, own)
-    others = [number for number, other in enumerate(found) if not torch.equal(other, found[0])]
+    differs = torch.zeros(world_size(), device=device)
+    differs[rank()] = float(data != first_ones(data, device))
+    others = summed(differs).nonzero().flatten().tolist()
     if others:
         raise ValueError(
             f"The training data of process {', '.join(map(str, others))} differ from those of process 0. Every process must "
             "pass the same arrays: load or draw them with the same seed, such as torch.manual_seed(0) before a random split."
         )
-
-
-def share_bytes(data: bytes | None, device: torch.device) -> bytes | None:
-    """The first process's bytes, in every process."""
-    if not is_active():
-        return data
-    length = torch.tensor(-1 if data is None else len(data), device=device)
-    dist.broadcast(length, 0)
-    if int(length) < 0:
-        return None
-    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if data is not None and rank() == 0:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, 0)
-    return buffer.cpu().numpy().tobytes()
-
-
-@torch.no_grad()
-def weighted_sum(value: Tensor, weight: float) -> Tensor:
-    """The sum over the processes of each one's value times its weight."""
-    if not is_active():
-        return value
-    total = (value * weight).contiguous()
-    dist.all_reduce(total)
-    return total
 
 
 @torch.no_grad()
@@ -229,32 +203,27 @@ def share_state(modules: Iterable[torch.nn.Module]) -> None:
 class StepSums:
     """Sums over the processes within one step, each in one flat message that also says how many processes failed.
 
-    A process whose step fails sends zeros in place of the next message. All then raise, and none waits for another.
+    A process whose step fails sends zeros in place of its next message. All then raise, and none waits for another.
+
+    :param messages: Tensors of the shapes and the dtype of each message, in their order.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self.like, self.has_failed = like, False
+    def __init__(self, *messages: Sequence[Tensor]) -> None:
+        self.messages = [message for message in messages if message]
 
     @torch.no_grad()
-    def __call__(self, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Sums of some tensors.
 
-        :param dtype: Of the message, the same in every process.
         :raises NanError: If a process failed.
         """
-        if not is_active():
-            return list(tensors)
-        flat = torch.cat([torch.zeros_like(self.like, dtype=dtype), *(t.reshape(-1).to(dtype) for t in tensors)])
-        self._send(flat)
-        parts = flat[1:].split([tensor.numel() for tensor in tensors])
-        return [part.reshape(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+        return self._send(0.0, tensors) if is_active() else tensors
 
-    def fail(self, size: int, dtype: torch.dtype) -> None:
-        """Say that this process failed, in place of a message of ``size`` numbers."""
-        if is_active():
-            flat = torch.zeros(1 + size, dtype=dtype, device=self.like.device)
-            flat[0] = 1
-            self._send(flat)
+    def fail(self) -> None:
+        """Say that this process failed, unless that came from another."""
+        if is_active() and self.messages:
+            with suppress(NanError):
+                self._send(1.0, [torch.zeros_like(tensor) for tensor in self.messages[0]])
 
     @torch.no_grad()
     def largest(self, value: Tensor) -> Tensor:
@@ -264,9 +233,13 @@ class StepSums:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
 
-    def _send(self, flat: Tensor) -> None:
+    def _send(self, failed: float, tensors: Sequence[Tensor]) -> list[Tensor]:
+        like = self.messages.pop(0)[0]
+        flat = torch.cat([like.new_full((1,), failed), *(tensor.reshape(-1).to(like) for tensor in tensors)])
         dist.all_reduce(flat)
         num_failed = int(flat[0])
         if num_failed:
-            self.has_failed = True
+            self.messages = []
             raise NanError(f"{num_failed} of {world_size()} processes failed")
+        parts = flat[1:].split([tensor.numel() for tensor in tensors])
+        return [part.reshape(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]

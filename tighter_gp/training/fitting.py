@@ -11,50 +11,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood, Likelihood
-from gpytorch.mlls import VariationalELBO
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import MarginalLogLikelihood, VariationalELBO
 from gpytorch.models.deep_gps import DeepGP
 from gpytorch.variational import _NaturalVariationalDistribution
 from torch import Tensor
 
 from ..collapsed import CollapsedGP, TighterInducingPointKernel
-from ..data import Rows, check_array
+from ..data import Rows
 from ..likelihoods.family import family
-from ..likelihoods.targets import check_arguments, check_targets
+from ..likelihoods.targets import check_arguments
 from ..mlls import TighterELBO
+from ..mlls.priors import counts_twice
 from ..posterior import exact_gp_prior
 from ..strategies import TighterStrategy
 from . import distributed
-from .advice import say_how_inputs_spread, say_how_targets_spread
 from .batches import ArrayBatches, LoaderBatches
 from .capture import compile_pays
 from .checkpoint import describe
-from .guard import Guard
-from .history import History, Progress, Step
+from .history import History, Progress, Step, say_how_data_are_scaled
 from .initialization import initialize as start_from_data
 from .lbfgs import LBFGSStep
 from .natural import has_natural_step
-from .problem import Problem, counts_a_prior_twice, is_collapsed, make_objective, reference
+from .problem import Problem, is_collapsed, make_objective, reference
 from .recipe import Recipe
-from .run import Plan, Run
-from .step import GradientStep
-from .validation import check_finite, held_out_data
+from .run import Run
+from .step import GradientStep, Guard
+from .validation import HeldOut
 
 _DEFAULT_EPOCHS, _DEFAULT_ITERATIONS = 100, 200
 
-# Validations of a run, at most; and least steps between checkpoints.
-_MOST_VALIDATIONS, _FEWEST_STEPS = 50, 100
-
 # Arguments of earlier versions that are fields of a recipe now.
-_FORMER = {
-    "schedule",
-    "natural_gradients",
-    "compile",
-    "max_failures",
-    "optimizer",
-    "validate_every",
-    "checkpoint_every",
-}
+_FORMER = {"schedule", "natural_gradients", "compile", "max_failures", "validate_every", "checkpoint_every"}
 
 log = logging.getLogger("tighter_gp")
 
@@ -137,13 +125,12 @@ def fit(
         True
     """
     for name in _FORMER & kwargs.keys():
-        raise TypeError(
-            f"{name}= is gone: see tighter_gp.Recipe, fit(..., recipe=Recipe(natural=..., schedule=..., compile=...))."
-        )
+        raise TypeError(f"{name}= is gone: see tighter_gp.Recipe, fit(..., recipe=Recipe(natural=..., schedule=...)).")
     counts = {"epochs": epochs, "steps": steps, "patience": patience, "num_data": num_data, "batch_size": batch_size}
     epochs, steps, patience, num_data, batch_size = (_count(name, value) for name, value in counts.items())
     seed, collapsed, like = operator.index(seed), is_collapsed(model), reference(model, likelihood)
-    recipe = (recipe or Recipe()) if lr is None else replace(recipe or Recipe(), lr=lr)
+    recipe = recipe or Recipe()
+    recipe = recipe if lr is None else replace(recipe, lr=lr)
     if epochs is not None and steps is not None:
         raise ValueError("Give epochs or steps, not both.")
     if not torch.is_grad_enabled():
@@ -157,12 +144,22 @@ def fit(
             raise ValueError("initialize=True needs arrays: call tighter_gp.initialize with some rows before fit.")
         start_from_data(model, likelihood, x, y, seed=seed)
     with distributed.group(like.device):
-        size = None if collapsed else batch_size
         if objective is TighterELBO and x is not None:  # another may take arguments of its own
             check_arguments(likelihood, kwargs)
-        source = _make_source(model, likelihood, x, y, kwargs, size, seed, num_data, like)
+        source: Any
+        if hasattr(x, "dataset"):
+            if y is not None or kwargs or batch_size is None:
+                raise ValueError("A DataLoader brings its own targets, batches and per-point arguments: pass none.")
+            source = LoaderBatches(x, model, likelihood, like, seed, num_data)
+        elif num_data is not None:
+            raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
+        elif collapsed:
+            x, y = _own_data(model, likelihood, x, y, kwargs, like)
+            source = ArrayBatches(x, y, {}, likelihood, like, None, seed)
+        else:
+            source = ArrayBatches(x, y, kwargs, likelihood, like, batch_size, seed)
         mll = make_objective(model, likelihood, objective, source.num_data)
-        _say_what_is_odd(model, likelihood, source, mll, kwargs)
+        _say_what_is_odd(model, likelihood, source, mll)
         is_compared = checkpoint is not None or distributed.is_active()
         fingerprint = source.fingerprint() if is_compared else b""
         distributed.check_same(fingerprint, like.device)
@@ -170,33 +167,21 @@ def fit(
             steps = (epochs or (_DEFAULT_ITERATIONS if collapsed else _DEFAULT_EPOCHS)) * source.steps_per_epoch
         problem = Problem(model, likelihood, mll, source.num_data, seed)
         step = LBFGSStep(problem) if collapsed else _gradient_step(problem, recipe, source, steps)
-        held_out = None if validation is None else held_out_data(likelihood, validation, like)
+        if not isinstance(validation, (tuple, list, type(None))):
+            raise TypeError(f"validation must be (x, y) or (x, y, kwargs); got {type(validation).__name__}.")
+        held_out = None if validation is None else HeldOut(likelihood, like, *validation)
         config = {
             "seed": seed,
             "num_data": source.num_data,
             "batch_size": batch_size,
             "recipe": recipe.described(),
             "data": fingerprint.hex(),
-            "arguments": sorted(kwargs),
-            "parameters": [f"{name} {tuple(p.shape)}" for name, p in problem.parameters.items()],
-            "modules": describe(problem.modules),
+            **describe(problem),
+            "held-out data": held_out.fingerprint().hex() if held_out is not None and is_compared else "",
         }
-        if held_out is not None and is_compared:
-            config["held-out data"] = held_out.fingerprint().hex()
-        plan = Plan(
-            total=steps,
-            validation=held_out,
-            validate_every=recipe.validate_every or max(source.steps_per_epoch, steps // _MOST_VALIDATIONS),
-            patience=patience,
-            falls=not collapsed and recipe.schedule != "constant",
-            checkpoint=checkpoint,
-            checkpoint_every=recipe.checkpoint_every or max(_FEWEST_STEPS, source.steps_per_epoch),
-            resume=resume,
-            callbacks=callbacks,
-            config=config,
-        )
-        guard = Guard(step, problem.parameters, recipe.max_failures)
-        return Run(problem, source, guard, plan, Progress(progress)).train()
+        guard, bar = Guard(step, problem, recipe.max_failures), Progress(progress)
+        run = Run(problem, source, guard, recipe, bar, steps, held_out, patience, checkpoint, callbacks, config)
+        return run.train(resume)
 
 
 def _count(name: str, value: Any) -> int | None:
@@ -207,15 +192,18 @@ def _count(name: str, value: Any) -> int | None:
 
 
 def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) -> GradientStep:
-    reason = no_natural_step(problem.model, problem.likelihood, problem.objective)
-    if recipe.natural and reason:
-        raise ValueError(f"Recipe(natural={recipe.natural:g}) cannot be used here: {reason}.")
-    is_natural = recipe.natural != 0 and not reason
+    has_slopes = _has_natural_slopes(problem.model, problem.likelihood, problem.objective)
+    if recipe.natural and not has_slopes:
+        raise ValueError(
+            f"Recipe(natural={recipe.natural:g}) cannot be used here: natural gradients need a Gaussian q(u) in a strategy of "
+            "tighter_gp, no deep GP, and TighterELBO, or GPyTorch's for a likelihood that is not sampled."
+        )
+    is_natural = has_slopes and recipe.natural != 0
     for module in problem.model.modules():
         if not is_natural and isinstance(module, _NaturalVariationalDistribution):
             raise ValueError(
                 f"q(u) is a {type(module).__name__}, whose gradients mean nothing to Adam: use natural gradients, or a "
-                f"CholeskyVariationalDistribution. {reason}".rstrip()
+                "CholeskyVariationalDistribution."
             )
     compile = recipe.compile
     if compile == "auto":  # a compiled step of Adam cannot repeat a step in another precision: only on demand
@@ -226,106 +214,51 @@ def _gradient_step(problem: Problem, recipe: Recipe, source: Any, steps: int) ->
     return GradientStep(problem, resolved, source.batch_size >= problem.num_data, bool(compile))
 
 
-def no_natural_step(model: torch.nn.Module, likelihood: Any, objective: Any) -> str:
-    """Why natural gradients cannot train a model; empty if they can."""
+def _has_natural_slopes(model: torch.nn.Module, likelihood: Any, objective: Any) -> bool:
+    """Whether the slopes of an objective show the curvature that a natural step of q(u) takes."""
     strategies = [module for module in model.modules() if isinstance(module, TighterStrategy)]
     forms = [distribution for strategy in strategies for distribution in strategy.distributions]
-    name, base = type(objective).__name__, TighterELBO if isinstance(objective, TighterELBO) else VariationalELBO
-    if any(isinstance(module, DeepGP) for module in model.modules()):
-        return "the slopes of a deep GP's hidden layers are sampled, and no curvature"
-    if not any(map(has_natural_step, forms)):
-        return "the model has no q(u) in one of tighter_gp's strategies that has natural parameters"
-    if not isinstance(objective, base) and not hasattr(objective, "is_tighter"):
-        return f"{name} is not known to be an evidence lower bound"
-    methods = ("forward", "_log_likelihood_term")
-    if isinstance(objective, base) and any(getattr(type(objective), m) is not getattr(base, m) for m in methods):
-        return f"{name} changes the bound, and q(u) would be moved to the optimum of another"
-    if family(likelihood).is_sampled and not isinstance(objective, TighterELBO):
-        return f"{name} samples {type(likelihood).__name__}, whose slopes are then no curvature"
-    return ""
+    is_deep = any(isinstance(module, DeepGP) for module in model.modules())  # the slopes of hidden layers are sampled
+    base = TighterELBO if isinstance(objective, TighterELBO) else VariationalELBO
+    if isinstance(objective, base):
+        is_bound = all(getattr(type(objective), m) is getattr(base, m) for m in ("forward", "_log_likelihood_term"))
+    else:
+        is_bound = hasattr(objective, "is_tighter")
+    has_curvature = base is TighterELBO or not family(likelihood).is_sampled
+    return any(map(has_natural_step, forms)) and not is_deep and is_bound and has_curvature
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _make_source(
-    model: Any,
-    likelihood: Any,
-    x: Any,
-    y: Any,
-    kwargs: dict[str, Any],
-    batch_size: int | None,
-    seed: int,
-    num_data: int | None,
-    like: Tensor,
-) -> Any:
-    """The batches of a run."""
-    fixed = {}
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
-        fixed = {"noise": likelihood.noise_covar.noise}
-
-    def check_y(values: Tensor) -> None:
-        """A latent-variable model takes NaN for a missing entry."""
-        check_targets(likelihood, values[~torch.isnan(values)] if x is None else values, "values of y")
-
-    if hasattr(x, "dataset"):
-        if y is not None or kwargs or batch_size is None:
-            raise ValueError("A DataLoader brings its own targets, batches and per-point arguments: pass none.")
-        indexed = [module for module in model.modules() if getattr(module, "needs_index", False)]
-        limits = [(module.num_data, f"{type(module).__name__}(num_data={module.num_data})") for module in indexed]
-        return LoaderBatches(x, seed, like, fixed.get("noise"), num_data, check_y, limits)
-    if num_data is not None:
-        raise ValueError("num_data= is for a DataLoader; arrays know how many rows they have.")
-    if is_collapsed(model):
-        if kwargs:
-            raise TypeError(f"Got an unknown argument {min(kwargs)!r}: a {type(model).__name__} takes none.")
-        x, y = _own_data(model, likelihood, x, y, like)
-    x, y = (value.detach() if isinstance(value, Tensor) else value for value in (x, y))
-    if x is not None:
-        check_array("x", x, "a tensor, a numpy array or a DataLoader")
-    check_array("y", y)
-    if isinstance(likelihood, DirichletClassificationLikelihood) and y.ndim == 1:
-        raise ValueError("Of DirichletClassificationLikelihood pass y=likelihood.transformed_targets, not labels.")
-    source = ArrayBatches(x, y, fixed | kwargs, batch_size, seed, like, not is_collapsed(model), check_y)
-    if isinstance(x, Tensor):
-        check_finite("x", x)
-    if isinstance(y, Tensor):  # arrays are looked at in batches
-        check_y(y)
-    return source
-
-
-def _own_data(model: Any, likelihood: Any, x: Any, y: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+def _own_data(
+    model: Any, likelihood: Any, x: Any, y: Any, kwargs: dict[str, Any], like: Tensor
+) -> tuple[Tensor, Tensor]:
     """The data of a collapsed model; what was passed must be the same."""
+    if kwargs:
+        raise TypeError(f"Got an unknown argument {min(kwargs)!r}: a {type(model).__name__} takes none.")
     if model.likelihood is not likelihood:
         raise ValueError("The likelihood is not the one that the model was built with; pass model.likelihood.")
     if isinstance(model, CollapsedGP):
-        own = {"x": model.train_x, "y": model.train_y}
+        own_x, own_y = model.train_x, model.train_y
     else:
         if isinstance(getattr(model, "covar_module", None), TighterInducingPointKernel):
             exact_gp_prior(model)  # refuses a kernel that does not belong to the model
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("The model has no training data; call model.set_train_data(x, y, strict=False).")
-        own = {"x": model.train_inputs[0], "y": model.train_targets}
-    for name, given in {"x": x, "y": y}.items():
-        if given is None:
-            continue
-        values = Rows(given, like, is_input=name == "x", name=name)[:].to(own[name].dtype)
-        check_finite(name, values) if name == "x" else check_targets(likelihood, values, "values of y")
-        if not torch.equal(torch.nan_to_num(values), torch.nan_to_num(own[name])):
+        own_x, own_y = model.train_inputs[0], model.train_targets
+    for name, given, own in (("x", x, own_x), ("y", y, own_y)):
+        values = own if given is None else Rows(given, like, is_input=name == "x", name=name)[:].to(own.dtype)
+        if not torch.equal(torch.nan_to_num(values), torch.nan_to_num(own)):
             raise ValueError(
                 f"{name} is not what the model was built with, and {type(model).__name__} trains on its own data: leave {name} "
                 "out, or build the model on these."
             )
-    return own["x"], own["y"]
+    return own_x, own_y
 
 
-def _say_what_is_odd(model: Any, likelihood: Any, source: Any, mll: Any, kwargs: dict[str, Any]) -> None:
-    say_how_targets_spread(likelihood, source)
-    say_how_inputs_spread(model, source)
+def _say_what_is_odd(model: Any, likelihood: Any, source: Any, mll: Any) -> None:
+    say_how_data_are_scaled(model, likelihood, source)
     own = getattr(model, "likelihood", None)
     if isinstance(own, Likelihood) and own is not likelihood:
         log.warning("model.likelihood is another likelihood, and stays as it is; pass that one, or set it to yours")
-    if counts_a_prior_twice(mll):
+    is_stock = isinstance(mll, MarginalLogLikelihood) and type(mll).__module__.startswith("gpytorch.")
+    if is_stock and counts_twice(mll):
         log.warning("%s counts a prior twice; tighter_gp.TighterELBO counts each once", type(mll).__name__)

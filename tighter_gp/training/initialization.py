@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,26 @@ from gpytorch.kernels import Kernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.means import ConstantMean
+from gpytorch.models.deep_gps import DeepGP
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS, describe_hyperparameters
+from ..checks import describe_hyperparameters
 from ..collapsed import CollapsedGP, TighterInducingPointKernel
 from ..conditionals import BetaConditional
 from ..data import Rows, first_parameter, input_rows, num_rows, row_dim
 from ..draws import seeded
-from ..inducing import kmeans, split_inducing_points, start_lengthscales
+from ..inducing import kmeans, start_lengthscales
 from ..likelihoods.expectations import expected_slopes
 from ..likelihoods.family import family, gaussian_noise, observed
 from ..likelihoods.targets import check_targets
 from ..maths.linalg import full_precision
 from ..modes import temporary_mode
-from ..posterior import gathered
-from ..strategies import SolveGPVariationalStrategy, TighterStrategy
-from .body import features
-from .lbfgs import FullBatchLBFGS
-from .problem import inner_gp
+from ..posterior import gathered, has_own_call
+from ..strategies import TighterStrategy
+from . import distributed
+from .batches import Batch
+from .lbfgs import FAILURES, State, iterate
+from .problem import Problem, inner_gp, origins_of
 from .validation import check_finite
 
 log = logging.getLogger("tighter_gp")
@@ -101,12 +104,11 @@ def _from_data(
     if dim is None:
         raise ValueError(f"There must be one target for each of the {num_rows(x)} rows of x; got {tuple(y.shape)}.")
     inputs, targets = Rows(x, like, is_input=True), Rows(y, like, dim=dim, name="y")
-    order = torch.randperm(num_rows(x), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    rows = order[:_MOST_ROWS].sort().values
+    rows = _draw(len(inputs), _MOST_ROWS, seed)
     some, given = inputs[rows], targets[rows]
     check_finite("x", some)
     check_targets(likelihood, given, "values of y")
-    model, some = inner_gp(model), features(model, some)
+    model, some = inner_gp(model), _features(model, some)
     holders = [m for m in model.modules() if isinstance(m, (TighterStrategy, TighterInducingPointKernel, CollapsedGP))]
     for holder in holders:
         _place(holder, some, seed)
@@ -119,60 +121,68 @@ def _from_data(
         return
     seen = observed(likelihood, given, given.shape[-1:])
     seen = torch.ones_like(given, dtype=torch.bool) if seen is None else seen  # missing targets say nothing
-    if not bool(seen.any()):
-        return
-    noise_of_all = len(order) * float(seen.double().mean()) / int(seen.sum())  # N over the rows that stand for them
     some, given = some[seen], given[seen].to(like.dtype)
-    chosen = torch.randperm(len(some), generator=torch.Generator("cpu").manual_seed(seed))[:num_rows_used].sort().values
-    subset = some[chosen.to(some.device)], given[chosen.to(some.device)]
+    chosen = _draw(len(some), num_rows_used, seed).to(some.device)
+    few_x, few_y = some[chosen], given[chosen]
     (holder,) = holders
     points = holder.all_points() if isinstance(holder, TighterStrategy) else holder.inducing_points
+    # As many as the model has: the noise that more of them would leave is too small for it.
+    train = partial(_train_hyperparameters, model, likelihood, few_x, few_y, seed, points.size(-2))
     if isinstance(model.mean_module, ConstantMean) and model.mean_module.raw_constant.requires_grad:
         with torch.no_grad():
-            model.mean_module.raw_constant.copy_(subset[1].mean())
-    is_learnt = _choose_lengthscales(model, likelihood, *subset, starts, seed, points.size(-2))
+            model.mean_module.raw_constant.copy_(few_y.mean())
+    modules = torch.nn.ModuleList([model.covar_module, model.mean_module, likelihood])
+    is_learnt = not starts or _choose_lengthscales(modules, few_y, starts, train)
     if is_learnt:
-        _train_hyperparameters(model, likelihood, *subset, iterations, seed, points.size(-2))
-    log.info("initialize: set %s", describe_hyperparameters(model.covar_module, model.mean_module, likelihood))
-    if not is_learnt:
-        return
-    if isinstance(holder, TighterStrategy) and all(
-        p.requires_grad for q in holder.distributions for p in q.parameters()
-    ):
-        noise = gaussian_noise(likelihood, torch.Size(), torch.Size(targets.shape)).expand(targets.shape)
-        noise = noise[rows.to(noise.device)][seen] / noise_of_all
-        _set_q(model, likelihood, holder, some, given, noise)
+        train(iterations)
+    log.info("initialize: set %s", describe_hyperparameters(*modules))
+    is_free = all(p.requires_grad for q in getattr(holder, "distributions", ()) for p in q.parameters())
+    if is_learnt and is_free and isinstance(holder, TighterStrategy):
+        noise = gaussian_noise(likelihood, torch.Size(), targets.shape).expand(targets.shape)
+        noise = noise[rows.to(noise.device)][seen] * (len(rows) / len(inputs))  # some rows stand for all
+        with torch.no_grad(), temporary_mode(model, False), full_precision(like.device.type):
+            _, sums = gathered(holder.prior(), input_rows(some, given), given, noise, likelihood)
+            holder.set_optimal(sums.gram, sums.linear)
+
+
+def _draw(count: int, most: int, seed: int) -> Tensor:
+    """Positions of some rows, in their order."""
+    order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return order[:most].sort().values
+
+
+@torch.no_grad()
+def _features(model: Any, x: Tensor) -> Tensor:
+    """What the GP within a model sees of some inputs: those behind a network, for one."""
+    if inner_gp(model) is model and not has_own_call(model):
+        return x
+    origins = origins_of(model(x))
+    return origins[0].x if len(origins) == 1 else x
 
 
 @torch.no_grad()
 def _place(holder: Any, x: Tensor, seed: int) -> None:
     """Inducing points in the inputs' space, unless they are frozen, batched or in another one."""
-    points = holder.inducing_points
-    if x.dim() != 2 or points.dim() != 2 or points.size(-1) != x.size(-1) or not points.requires_grad:
+    sets = [getattr(holder, name) for name in ("inducing_points", "orthogonal_points") if hasattr(holder, name)]
+    sizes = [points.size(-2) for points in sets]
+    if any(points.dim() != 2 for points in (x, *sets)) or sets[0].size(-1) != x.size(-1) or sum(sizes) > len(x):
         return
-    if isinstance(holder, SolveGPVariationalStrategy):
-        both = kmeans(x, len(points) + len(holder.orthogonal_points), seed=seed)
-        if len(points) == (len(both) + 1) // 2:
-            first, second = split_inducing_points(both)
-        else:
-            first, second = both.split([len(points), len(holder.orthogonal_points)])
-        if holder.orthogonal_points.requires_grad:
-            holder.orthogonal_points.copy_(second)
-        points.copy_(first)
-    elif len(points) <= len(x):
-        points.copy_(kmeans(x, len(points), seed=seed))
+    if any(points.requires_grad for points in sets):
+        for points, centres in zip(sets, kmeans(x, sum(sizes), seed=seed).split(sizes), strict=True):
+            if points.requires_grad:
+                points.copy_(centres)
 
 
+@torch.no_grad()
 def _is_kernel_and_mean(model: Any, x: Tensor) -> bool:
     """Whether the prior of a model is its mean and its kernel at the inputs themselves."""
     if isinstance(model, CollapsedGP):
         return True
-    kernel, mean = getattr(model, "covar_module", None), getattr(model, "mean_module", None)
-    if kernel is None or mean is None:
+    if not hasattr(model, "covar_module") or not hasattr(model, "mean_module"):
         return False
-    with torch.no_grad():
-        covar = model.forward(x).lazy_covariance_matrix
-    return isinstance(covar, LazyEvaluatedKernelTensor) and covar.kernel is kernel and torch.equal(covar.x1, x)
+    covar = model.forward(x).lazy_covariance_matrix
+    is_own = isinstance(covar, LazyEvaluatedKernelTensor) and covar.kernel is model.covar_module
+    return is_own and torch.equal(covar.x1, x)
 
 
 def _lengthscale_starts(kernel: Any, x: Tensor, seed: int) -> dict[Any, Tensor]:
@@ -185,7 +195,7 @@ def _lengthscale_starts(kernel: Any, x: Tensor, seed: int) -> dict[Any, Tensor]:
             start = start_lengthscales(inputs, centres)
             if part.lengthscale.size(-1) == 1:  # one for all inputs
                 start = start.square().mean().sqrt()
-            if part.lengthscale.size(-1) in (1, len(inputs[0])):
+            if part.lengthscale.size(-1) in (1, inputs.size(-1)):
                 found[part] = start
     return found
 
@@ -197,23 +207,20 @@ def _set_lengthscales(values: dict[Any, Tensor], factor: float = 1.0) -> None:
 
 
 def _choose_lengthscales(
-    model: Any, likelihood: Any, x: Tensor, y: Tensor, starts: dict[Any, Tensor], seed: int, num_inducing: int
+    modules: torch.nn.ModuleList, y: Tensor, starts: dict[Any, Tensor], train: Callable[..., float]
 ) -> bool:
     """Set the lengthscales to those of a few for which the collapsed bound of some rows is best, scale and noise trained.
 
     :return: Whether any of them says more of these rows than their mean does. If not, half of the rule is a place from which
         all rows can be learnt, in experiments, where scale and noise of these rows are not.
     """
-    if not starts:
-        return True
-    modules = torch.nn.ModuleList([model.covar_module, model.mean_module, likelihood])
     now = {name: value.clone() for name, value in modules.state_dict().items()}
     own = {kernel: kernel.lengthscale.detach().clone() for kernel in starts}
     best, chosen = math.inf, starts
     for values in (starts, own, *({k: f * v for k, v in starts.items()} for f in _FACTORS)):
         modules.load_state_dict(now)
         _set_lengthscales(values)
-        loss = _train_hyperparameters(model, likelihood, x, y, _TRIAL, seed, min(num_inducing, _MOST_CENTRES))
+        loss = train(_TRIAL, _MOST_CENTRES)
         if loss < best - _MARGIN:
             best, chosen = loss, values
     modules.load_state_dict(now)
@@ -223,65 +230,49 @@ def _choose_lengthscales(
 
 
 def _train_hyperparameters(
-    model: Any, likelihood: Any, x: Tensor, y: Tensor, iterations: int, seed: int, num_inducing: int
+    model: Any, likelihood: Any, x: Tensor, y: Tensor, seed: int, num_inducing: int, iterations: int, most: int = 10**9
 ) -> float:
     """L-BFGS on the collapsed bound of some rows; kernel, mean and likelihood are the model's own. Lengthscales stay.
 
+    :param most: Inducing points, at most.
     :return: Minus the bound per row; infinite where it could not be computed.
     """
     kernel = model.covar_module
     kernel = kernel.base_kernel if isinstance(kernel, TighterInducingPointKernel) else kernel
-    # As many as the model has: the noise that more of them would leave is too small for it.
-    points = kmeans(x, min(num_inducing, len(torch.unique(x, dim=0))), seed=seed)
+    points = kmeans(x, min(num_inducing, most, len(torch.unique(x, dim=0))), seed=seed)
     gp = CollapsedGP(x, y, points, kernel, likelihood, model.mean_module, jitter_val=1e-6)
     gp.inducing_points.requires_grad_(False)
     parameters = [p for name, p in gp.named_parameters() if p.requires_grad and "lengthscale" not in name]
-    if not parameters:
-        return math.inf
-    before = [parameter.detach().clone() for parameter in parameters]
-    lbfgs = FullBatchLBFGS(parameters, lambda: -gp.bound() / len(y))
+    before, state, moved = [parameter.detach().clone() for parameter in parameters], State(), bool(parameters)
     try:
         for _ in range(iterations):
-            if not lbfgs.step():
-                break
-    except (*NUMERICAL_ERRORS, FloatingPointError) as error:
+            if moved:
+                state, moved, _ = iterate(parameters, lambda: -gp.bound() / len(y), state)
+    except FAILURES as error:
         log.warning("the hyperparameters stay as they were: %s", error)
         with torch.no_grad():
             torch._foreach_copy_(parameters, before)
         return math.inf
-    return lbfgs.loss
+    return state.loss
 
 
 @torch.no_grad()
-def _set_q(model: Any, likelihood: Any, strategy: Any, x: Tensor, y: Tensor, noise: Tensor) -> None:
-    """The optimal q(u), from sums over some rows that stand for all: their noise is as much smaller as they are fewer."""
-    with temporary_mode(model, False), full_precision(x.device.type):
-        _, sums = gathered(strategy.prior(), input_rows(x, y), y, noise, likelihood, 4096)
-    strategy.set_optimal(sums.gram, sums.linear)
-
-
-@torch.no_grad()
-def start_beta(
-    model: Any, likelihood: Any, q: Any, y: Tensor, *, average: Callable[[Tensor], Tensor] = lambda x: x, **kwargs: Any
-) -> None:
+def start_beta(problem: Problem, batch: Batch) -> None:
     r"""Where a learned :math:`\beta` has not been set, let it start at one over the curvature of the likelihood.
 
     The best :math:`m_n` is :math:`1/(1 + \lambda_n d_n)`, so the best :math:`\beta` is about :math:`1/\lambda`.
-
-    :param q: q(f) of a batch.
-    :param y: Its targets.
-    :param average: Over the parts of the batch that other processes have.
     """
-    found = [m for m in model.modules() if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
-    if len(found) != 1 or not found[0].raw_beta.requires_grad:
+    modules = problem.gp.modules()
+    found = [m for m in modules if isinstance(m, BetaConditional) and torch.equal(m.raw_beta, m.first_raw_beta)]
+    is_deep = batch.x is None or isinstance(problem.gp, DeepGP)
+    if is_deep or len(found) != 1 or not found[0].raw_beta.requires_grad:
         return
-    (conditional,) = found
-    curvature = expected_slopes(likelihood, y, q, **kwargs).curvature
+    (conditional,), q = found, problem.q(batch)
+    curvature = expected_slopes(problem.likelihood, batch.y, q, **batch.kwargs).curvature
     if curvature.dim() > q.mean.dim():
         curvature = curvature.diagonal(dim1=-1, dim2=-2)
-    points = -2 if len(q.event_shape) > 1 else -1
-    mean = curvature.clamp_min(0.0).mean(points)
+    mean = curvature.clamp_min(0.0).mean(-2 if len(q.event_shape) > 1 else -1)
     mean = mean if mean.shape == conditional.beta.shape else mean.mean().expand(conditional.beta.shape)
-    mean = average(mean)
+    mean = distributed.summed(mean * batch.weight)
     if bool((mean > 0).all()):
         conditional.beta = mean.reciprocal()

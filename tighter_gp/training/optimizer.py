@@ -16,13 +16,12 @@ from gpytorch.variational import LMCVariationalStrategy
 from torch import Tensor
 
 from ..conditionals import Conditional
-from .natural import is_moved
 from .problem import Problem
 
 _DECAY, _SQUARES, _EPS = 0.9, 0.999, 1e-8
 
-# Largest entry of a gradient, as a fraction of the largest number whose square is finite.
-_LARGEST_ENTRY = 1e-4
+# Largest entry of a gradient; its square is finite in float32.
+_LARGEST_ENTRY = 1e15
 
 
 class Adam(NamedTuple):
@@ -52,8 +51,7 @@ def update(
     """
     if not parameters:
         return state
-    largest = _LARGEST_ENTRY * math.sqrt(min(torch.finfo(p.dtype).max for p in parameters))
-    gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -largest), largest)
+    gradients = torch._foreach_clamp_max(torch._foreach_clamp_min(list(gradients), -_LARGEST_ENTRY), _LARGEST_ENTRY)
     count = state.steps + 1
     mean = list(torch._foreach_mul(state.mean, _DECAY))
     torch._foreach_add_(mean, gradients, alpha=1 - _DECAY)
@@ -74,19 +72,16 @@ def update(
 
 
 def kinds_of(problem: Problem) -> dict[str, str]:
-    """Whether a parameter is of q(u), an inducing point, a hyperparameter of a GP, or something else."""
-    kinds: dict[int, str] = {}
-    for module in (child for root in problem.modules.values() for child in root.modules()):
-        for distribution in getattr(module, "distributions", ()):
-            if is_moved(distribution):
-                kinds |= {id(p): "q" for p in distribution.parameters()}
+    """Whether a parameter is of an inducing point, a hyperparameter of a GP, or something else."""
+    hyper: set[int] = set()
+    for module in torch.nn.ModuleDict(problem.modules).modules():
         if isinstance(module, Kernel | Mean | Likelihood | Conditional):
-            kinds = {**{id(p): "hyper" for p in _hyperparameters(module)}, **kinds}
+            hyper |= {id(p) for p in _hyperparameters(module)}
         if isinstance(module, LMCVariationalStrategy):
-            kinds[id(module.lmc_coefficients)] = "hyper"
+            hyper.add(id(module.lmc_coefficients))
     points = ("inducing_points", "orthogonal_points")
     return {
-        name: "inducing" if name.endswith(points) else kinds.get(id(parameter), "other")
+        name: "inducing" if name.endswith(points) else "hyper" if id(parameter) in hyper else "other"
         for name, parameter in problem.parameters.items()
     }
 
@@ -101,15 +96,14 @@ def _hyperparameters(module: torch.nn.Module) -> Iterator[Tensor]:
 
 def tables_of(problem: Problem) -> set[int]:
     """Ids of the parameters whose gradients are sparse: those of latent variables and embeddings."""
-    modules = (child for root in problem.modules.values() for child in root.modules())
-    sparse = (module for module in modules if getattr(module, "sparse", False) is True)
+    sparse = (m for m in torch.nn.ModuleDict(problem.modules).modules() if getattr(m, "sparse", False) is True)
     return {id(parameter) for module in sparse for parameter in module.parameters(recurse=False)}
 
 
 def stated_bounds(problem: Problem) -> list[tuple[Tensor, Any, Any]]:
     """Parameters with constraints that no transform enforces, as BoTorch's, and their bounds."""
     found = {}
-    for owner in (child for root in problem.modules.values() for child in root.modules()):
+    for owner in torch.nn.ModuleDict(problem.modules).modules():
         for name, parameter in owner.named_parameters(recurse=False):
             constraint = getattr(owner, "constraint_for_parameter_name", lambda name: None)(name)
             if isinstance(constraint, Interval) and not constraint.enforced and parameter.requires_grad:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ApproximateGP, ExactGP
 from torch import Tensor
 
+from ..carrier import Origin, find_carriers
 from ..checks import check_device
 from ..collapsed import CollapsedGP
 from ..data import first_parameter
 from ..draws import seed_generators, seed_of
 from ..gplvm import BayesianGPLVM, LatentVariableELBO
+from ..likelihoods.family import family
 from ..likelihoods.targets import check_objective
 from ..mlls import TighterELBO
-from ..mlls.priors import counts_twice, log_prior
+from ..mlls.priors import log_prior
 from ..posterior import has_own_call
 from ..strategies import TighterStrategy
 from . import distributed
@@ -72,6 +75,28 @@ class _ExactMLL(ExactMarginalLogLikelihood):
         return res + log_prior(self.model, res.shape)
 
 
+class Pass(NamedTuple):
+    """One evaluation of a model on a batch.
+
+    :param q: q(f).
+    :param loss: From q(f) to the loss of the batch.
+    """
+
+    q: MultivariateNormal
+    loss: Callable[[MultivariateNormal], Tensor]
+
+    @property
+    def origins(self) -> list[Origin]:
+        """What q(f) was made of, one per strategy."""
+        return origins_of(self.q)
+
+
+def origins_of(q: MultivariateNormal) -> list[Origin]:
+    """What q(f) was made of, one per strategy."""
+    found = (carrier.origin for carrier in find_carriers(q.lazy_covariance_matrix))
+    return [origin for origin in found if origin is not None]
+
+
 class Problem:
     """A model with its likelihood and objective. Nothing in it changes but the values of parameters.
 
@@ -101,7 +126,9 @@ class Problem:
         self.device = next(iter(self.parameters.values())).device
 
     def _trained(self) -> dict[str, Tensor]:
-        return {name: p for name, p in _distinct(self.modules) if p.requires_grad}
+        """Each parameter once, under the name of the first module that has it."""
+        named = torch.nn.ModuleDict(self.modules).named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def check_parameters(self) -> None:
         """Raise if others are to be trained than at the start."""
@@ -120,7 +147,7 @@ class Problem:
 
         :param options: Of the strategy.
         """
-        return self.model(batch.x, **self.positions(batch), **options)
+        return self.model(batch.x, **self._positions(batch), **options)
 
     def loss_of(self, q: MultivariateNormal, batch: Batch, **options: Any) -> Tensor:
         """Minus the objective per datum, summed over a batch of models, times the weight of this process."""
@@ -128,24 +155,45 @@ class Problem:
         check_objective(value, q, batch.y)
         return -value.sum() * batch.weight
 
-    def loss(self, batch: Batch, check: bool = True) -> Tensor:
-        """The same, with q(f) of the model.
-
-        :param check: Whether a strategy looks at once if all went well.
-        """
+    def loss(self, batch: Batch) -> Tensor:
+        """The same, with q(f) of the model."""
         if isinstance(self.model, CollapsedGP):
-            return -(self.model.bound() + log_prior(self.model)) * (batch.weight / self.num_data)
+            return -(self.model.bound() + log_prior(self.model)) / self.num_data
         if batch.x is None:  # of a latent-variable model
             return -self.objective(batch.rows, batch.y, **batch.kwargs).sum() * batch.weight
         if isinstance(self.model, ExactGP):
-            return -self.objective(self.model(batch.x), batch.y).sum() * batch.weight
-        return self.loss_of(self.q(batch, **self.unchecked(check)), batch)
+            return -self.objective(self.model(*self.model.train_inputs), self.model.train_targets).sum()
+        return self.loss_of(self.q(batch), batch)
 
-    def unchecked(self, check: bool) -> dict[str, bool]:
-        """The keyword that makes a strategy return NaN where something failed, instead of waiting for the device."""
-        return {} if check or not self.is_plain else {"check": False}
+    def first_pass(self, batch: Batch, check: bool, is_natural: bool) -> Pass:
+        """q(f) at the q(u) of the moment.
 
-    def positions(self, batch: Batch) -> dict[str, Tensor]:
+        :param check: Whether to look at once if all went well; where that can be deferred, what failed is NaN.
+        :param is_natural: Whether a natural step follows: it asks samples for a curvature, which they do not show by themselves.
+        """
+        options = {} if check or not self.is_plain else {"check": False}
+        if batch.x is None:
+            q_x = self.model.latents.q(batch.rows)
+            kwargs = {**batch.kwargs}
+            x = q_x.rsample(torch.Size([kwargs.pop("num_samples", 1)]))  # the same draws in both passes  [S, B, Q]
+            at = lambda q: -self.objective.at(x, q_x, batch.y, index=batch.rows, q_f=q, **kwargs).bound * batch.weight
+            return Pass(self.objective.q_f(x, batch.rows, **options), at)
+        is_sampled = is_natural and isinstance(self.objective, TighterELBO) and family(self.likelihood).is_sampled
+        told = {"by_curvature": True} if is_sampled else {}
+        found = Pass(self.q(batch, **options), lambda q: self.loss_of(q, batch, **told))
+        if is_natural and self.is_direct is None and len(found.origins) == 1:
+            with torch.no_grad():
+                again = _from_origin(self.gp, found.origins[0])
+                self.is_direct = again.mean.shape == found.q.mean.shape and torch.equal(again.mean, found.q.mean)
+        return found
+
+    def second_pass(self, batch: Batch, origins: Sequence[Origin]) -> MultivariateNormal:
+        """q(f) at another q(u), from the projection of the first pass where it alone makes q(f)."""
+        if len(origins) > 1 or not self.is_direct:
+            return self.q(batch)
+        return _from_origin(self.gp, origins[0])
+
+    def _positions(self, batch: Batch) -> dict[str, Tensor]:
         """The positions of a batch in the training set, if a conditional needs them."""
         if not self.needs_index:
             return {}
@@ -155,49 +203,24 @@ class Problem:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """The values of all modules; of the objective what is its own."""
-        found = {name: self.modules[name].state_dict() for name in ("model", "likelihood")}
-        return {**found, "objective": {name: tensor.detach() for name, tensor in self._of_objective().items()}}
+    def state(self) -> dict[str, Any]:
+        """The values of all modules."""
+        return {name: module.state_dict() for name, module in self.modules.items()}
 
-    @torch.no_grad()
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Take over the values of :meth:`state`."""
-        self.model.load_state_dict(state["model"])
-        self.likelihood.load_state_dict(state["likelihood"])
-        own = self._of_objective()
-        for name, value in state["objective"].items():
-            own[name].copy_(value)
+        for name, module in self.modules.items():
+            module.load_state_dict(state[name])
 
-    def copy_state(self) -> dict[str, dict[str, Tensor]]:
-        """A copy of :meth:`state`."""
-        return {
-            name: {key: value.detach().clone() for key, value in values.items()}
-            for name, values in self.state().items()
-        }
-
-    def _of_objective(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the objective that are in neither the model nor the likelihood."""
-        tensors = _distinct(self.modules, with_buffers=True)
-        return {name.partition(".")[2]: tensor for name, tensor in tensors if name.startswith("objective.")}
+    def copy_state(self) -> dict[str, Any]:
+        """A copy of :meth:`state`, in which modules share what they share here."""
+        return copy.deepcopy(self.state())
 
     def seed_step(self, step: int) -> None:
         """Seed the random numbers of a step, other ones in each process."""
         seed_generators(seed_of(self.seed, step, distributed.rank()), self.device)
 
 
-def counts_a_prior_twice(objective: Any) -> bool:
-    """Whether an objective of GPyTorch reaches a module with a prior in two ways."""
-    is_stock = isinstance(objective, MarginalLogLikelihood) and type(objective).__module__.startswith("gpytorch.")
-    return is_stock and counts_twice(objective)
-
-
-def _distinct(modules: dict[str, torch.nn.Module], with_buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once, under the name of the first module that has it."""
-    seen: set[int] = set()
-    for prefix, module in modules.items():
-        named = [*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]
-        for name, tensor in named:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield f"{prefix}.{name}", tensor
+def _from_origin(gp: Any, origin: Origin) -> MultivariateNormal:
+    positions = {} if origin.index is None else {"index": origin.index}
+    return gp.variational_strategy(origin.x, projection=origin.projection, **positions)

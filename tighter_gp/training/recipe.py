@@ -83,23 +83,18 @@ class Recipe:
         if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:
             raise ValueError(f"Unknown schedule {self.schedule!r}; choose one of {', '.join(_SCHEDULES)}.")
         for tenth in range(11):
-            self._scheduled(tenth / 10)
+            self._falling(tenth, 10)
 
     def resolved(self, likelihood: Any, is_natural: bool) -> Recipe:
         """The same with every size, for a likelihood."""
-        gaussian = family(likelihood).is_gaussian
-        natural = 0.2 if gaussian else 0.02 if family(likelihood).is_sampled else 0.05
-        full = self.natural or (0.9 if gaussian else 0.5)
+        is_gaussian, is_sampled = family(likelihood).is_gaussian, family(likelihood).is_sampled
         if not is_natural:  # one rate for all parameters
             schedule = self.schedule or "cosine"
             return replace(self, lr=self.lr or 0.01, other_lr=self.lr or 0.01, natural=0.0, schedule=schedule)
-        return replace(
-            self,
-            lr=self.lr or 0.2,
-            other_lr=self.lr or self.other_lr,
-            natural=self.natural or natural,
-            natural_full=self.natural_full or full,
-        )
+        natural = self.natural or (0.2 if is_gaussian else 0.02 if is_sampled else 0.05)
+        full = self.natural_full or self.natural or (0.9 if is_gaussian else 0.5)
+        other_lr = self.lr or self.other_lr
+        return replace(self, lr=self.lr or 0.2, other_lr=other_lr, natural=natural, natural_full=full)
 
     def described(self) -> str:
         """What tells one from another, with some values in place of a function; not how often a run looks up."""
@@ -110,14 +105,20 @@ class Recipe:
 
     def lr_factor(self, step: int, total: int) -> float:
         """Factor on Adam's learning rates at a step, counted from 0."""
-        if self.schedule is not None:
-            return self._scheduled(step / total)
-        return self._falling(step, total) * min(1.0, (step + 1) / self.ramp)
+        rising = 1.0 if self.schedule is not None else min(1.0, (step + 1) / self.ramp)
+        return self._falling(step, total) * rising
 
-    def inducing_lr_factor(self, step: int, total: int) -> float:
-        """The same for the learning rate of inducing points, which falls as a cosine over the whole run."""
-        usual = self.lr_factor(step, total)
-        return usual if self.schedule is not None else min(usual, 0.5 * (1 + math.cos(math.pi * step / total)))
+    def rates(self, step: int, total: int, spread: float) -> dict[str, float]:
+        """Learning rates by kind of parameter; with Adam alone one for all.
+
+        :param spread: Standard deviation of the inputs.
+        """
+        lr, factor = self.lr or 0.01, self.lr_factor(step, total)
+        inducing = factor
+        if self.natural:
+            cosine = math.inf if self.schedule is not None else 0.5 * (1 + math.cos(math.pi * step / total))
+            inducing = self.inducing_lr * spread * min(factor, cosine)  # falls over the whole run
+        return {"hyper": lr * factor, "other": self.other_lr * factor, "inducing": lr * inducing}
 
     def natural_size(self, step: int, total: int, full_batch: bool = False, is_warm: bool = False) -> float:
         """Size of the natural step.
@@ -128,16 +129,15 @@ class Recipe:
         first = 0.0 if is_warm or self.schedule is not None else 1 / (step + 1)
         if full_batch:
             return max(self.natural_full or 0.9, first)
-        factor = self._falling(step, total) if self.schedule is None else self._scheduled(step / total)
+        factor = self._falling(step, total)
         size = (self.natural or 0.2) * (factor + self.natural_end * (1 - factor))
         return max(min(size, 1.0), first)
 
     def _falling(self, step: int, total: int) -> float:
-        return min(1.0, (1 - step / total) / self.decay)
-
-    def _scheduled(self, done: float) -> float:
+        """Factor on step sizes that falls over the run."""
+        done = step / total
         if self.schedule is None:
-            return 1.0
+            return min(1.0, (1 - done) / self.decay)
         schedule = _SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         factor = float(schedule(done))
         if not 0 <= factor < math.inf:

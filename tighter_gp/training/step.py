@@ -1,43 +1,34 @@
-"""One training step: natural gradients for q(u), if it has any, and Adam for the rest, with one projection for both."""
+"""One training step: natural gradients for q(u), if it has any, and Adam for the rest; and what is done where it fails.
+
+A step that fails is skipped. At the second failure in a row the update that led there is undone, and steps become smaller.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from linear_operator.utils.errors import NanError
 from torch import Tensor
 
-from ..checks import NUMERICAL_ERRORS
+from ..checks import NUMERICAL_ERRORS, first_line
 from . import distributed, optimizer
 from .batches import Batch
-from .body import Alone, Result, body
+from .body import Result, body
 from .capture import Captured
-from .natural import Natural, Part, parts_of
+from .distributed import StepSums
+from .natural import Natural, parts_of
 from .problem import Problem
 from .recipe import Recipe
 
 # After a step that had to be repeated, so many are taken with their checks at once.
 _CHECKED_STEPS = 20
 
-
-class Call(NamedTuple):
-    """What a step is told besides its state and its batch.
-
-    :param number: Steps that were done before.
-    :param total: Steps of the run.
-    :param damping: Factor on the size of the step.
-    :param undo: Puts the parameters back to where the step began.
-    """
-
-    number: int
-    total: int
-    damping: float
-    undo: Callable[[], None]
+# Factors on the size of a step after a failure that undid an update, and after a success.
+_SMALLER, _LARGER = 0.25, 1.1
 
 
 class Info(NamedTuple):
@@ -45,12 +36,12 @@ class Info(NamedTuple):
 
     :param loss: Minus the objective; NaN if it could not be computed.
     :param error: Why the step was not taken; None if it was.
-    :param converged: Why no further step is needed; empty if one is.
+    :param converged: Whether no further step is needed.
     """
 
     loss: float
     error: Exception | None = None
-    converged: str = ""
+    converged: bool = False
 
 
 class State(NamedTuple):
@@ -80,105 +71,89 @@ class GradientStep:
     def __init__(self, problem: Problem, recipe: Recipe, full_batch: bool, compile: bool = False) -> None:
         self.problem, self.recipe, self.full_batch = problem, recipe, full_batch
         self.parts = parts_of(problem.model) if recipe.natural else []
-        in_q = {id(parameter) for part in self.parts for parameter in part.parameters()}
-        self.rest = {name: p for name, p in problem.parameters.items() if id(p) not in in_q}
-        self.kinds, self.bounds = optimizer.kinds_of(problem), optimizer.stated_bounds(problem)
+        in_q = {id(parameter) for part in self.parts for parameter in part.parameters}
+        rest = {name: p for name, p in problem.parameters.items() if id(p) not in in_q}
+        self.rest, kinds = list(rest.values()), optimizer.kinds_of(problem)
+        self.kinds, self.bounds = [kinds[name] for name in rest], optimizer.stated_bounds(problem)
         sparse = optimizer.tables_of(problem)
-        self.tables = [place for place, parameter in enumerate(self.rest.values()) if id(parameter) in sparse]
-        self.captured = Captured(problem, self.parts, list(self.rest)) if compile else None
-        self.num_checked, self.reseed = 0, lambda: None
+        self.tables = [place for place, parameter in enumerate(self.rest) if id(parameter) in sparse]
+        self.captured = Captured(problem, self.parts, list(rest)) if compile and not distributed.is_active() else None
+        self.num_checked = 0
 
     def init(self) -> State:
         """From the parameters as they are."""
         natural = [part.init() for part in self.parts]
         is_warm = any(part.knows_data(q) for part, q in zip(self.parts, natural, strict=True))
-        return State(natural, optimizer.init(list(self.rest.values())), None, is_warm)
+        return State(natural, optimizer.init(self.rest), None, is_warm)
 
-    def step(self, state: State, batch: Batch, call: Call) -> tuple[State, Info]:
-        """Take a step, unless the loss or a gradient is not finite."""
-        size = self.recipe.natural_size(call.number, call.total, self.full_batch, state.is_warm)
-        attempts = [self._checked]
-        if self.captured is not None and not distributed.is_active():
-            attempts.insert(0, self._compiled)
-        elif self.problem.device.type != "cpu" and not distributed.is_active() and not self.num_checked:
-            attempts.insert(0, self._unseen)
-        self.num_checked = max(0, self.num_checked - 1)
-        loss, result, error = math.nan, None, None
-        for number, attempt in enumerate(attempts):
-            if number:
-                call.undo()
+    def step(
+        self, state: State, batch: Batch, number: int, total: int, damping: float, undo: Callable[[], None]
+    ) -> tuple[State, Info]:
+        """Take a step, unless the loss or a gradient is not finite.
+
+        :param number: Steps that were done before.
+        :param total: Steps of the run.
+        :param damping: Factor on the size of the step.
+        :param undo: Puts the parameters back to where the step began.
+        """
+        scale, failure = damping * batch.share, None
+        rho = scale * self.recipe.natural_size(number, total, self.full_batch, state.is_warm)
+        size = torch.full((1,), rho, dtype=torch.float64, device=self.problem.device)
+        reseed = partial(self.problem.seed_step, number)
+        for place, attempt in enumerate(self._attempts(reseed)):
+            if place:
+                undo()
                 self.num_checked = _CHECKED_STEPS
-            self.reseed = partial(self.problem.seed_step, call.number)
-            self.reseed()
-            error = None
+            reseed()
             try:
-                loss, result = attempt(state, batch, call.damping * batch.share * size)
-            except NUMERICAL_ERRORS as caught:
-                error = caught
-            if error is None and result is not None:
+                loss, result = _read(attempt(state.natural, batch, size))
                 break
-        if error is not None or result is None:
-            return state, Info(math.nan, error)
-        spread = _spread(self.problem, self.kinds, batch) if state.spread is None else state.spread
-        rates = self._rates(call, batch.share, spread)
+            except NUMERICAL_ERRORS as error:
+                failure = error
+        else:
+            return state, Info(math.nan, failure)
+        spread = _spread(batch) if state.spread is None else state.spread
         gradients = [gradient * batch.share for gradient in result.gradients] if batch.share < 1 else result.gradients
-        adam = optimizer.update(state.adam, gradients, list(self.rest.values()), rates, self.tables)
+        rates = self.recipe.rates(number, total, spread)
+        adam = optimizer.update(
+            state.adam, gradients, self.rest, [scale * rates[kind] for kind in self.kinds], self.tables
+        )
         with torch.no_grad():
             for parameter, lower, upper in self.bounds:
                 parameter.clamp_(lower, upper)
-        return State(result.natural, adam, spread, state.is_warm), Info(loss)
+        return State(list(result.natural), adam, spread, state.is_warm), Info(loss)
 
-    def _rates(self, call: Call, share: float, spread: float) -> list[float]:
-        """The learning rate of every parameter that Adam trains."""
-        recipe = self.recipe
-        lr, factor = recipe.lr or 0.01, call.damping * share * recipe.lr_factor(call.number, call.total)
-        if not recipe.natural:
-            return [lr * factor] * len(self.rest)
-        inducing = call.damping * share * recipe.inducing_lr_factor(call.number, call.total)
-        rates = {"inducing": lr * recipe.inducing_lr * spread * inducing, "other": recipe.other_lr * factor}
-        return [rates.get(self.kinds[name], lr * factor) for name in self.rest]
+    # -- attempts: the last one looks at once if all goes well --------------------------------------------------------
 
-    # -- attempts: each gives the loss over all processes and the result, or raises ------------------------------------
+    def _attempts(self, reseed: Callable[[], None]) -> list[Callable[..., Result]]:
+        checked = partial(self._eager, reseed, True)
+        first: list[Callable[..., Result]] = []
+        if self.captured is not None:
+            first = [self.captured]
+        elif self.problem.device.type != "cpu" and not distributed.is_active() and not self.num_checked:
+            first = [partial(self._eager, reseed, False)]
+        self.num_checked = max(0, self.num_checked - 1)
+        return [*first, checked]
 
-    def _checked(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
-        leaves, sums = list(self.rest.values()), Sums(self.problem, self.parts, state.natural)
+    def _eager(
+        self, reseed: Callable[[], None], check: bool, natural: Sequence[Natural], batch: Batch, size: Tensor
+    ) -> Result:
+        """Without ``check``, what a step would look at on its way is read with the loss: one look at the device."""
+        like = next(iter(self.problem.parameters.values())).new_zeros(1)
+        sums = StepSums([tensor for q in natural for tensor in q], [like, *self.rest])
         try:
-            result = body(self.problem, self.parts, state.natural, batch, size, leaves, sums, reseed=self.reseed)
+            result = body(self.problem, self.parts, natural, batch, size, self.rest, sums, check, reseed)
         except NUMERICAL_ERRORS:
-            sums.fail(leaves)
+            sums.fail()
             raise
-        loss, *gradients = sums.last(result.loss, *result.gradients)
-        return _read(result._replace(loss=loss, gradients=gradients))
-
-    def _unseen(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
-        """With one look at the device: what a step would look at on its way is read with the loss."""
-        leaves = list(self.rest.values())
-        return _read(
-            body(self.problem, self.parts, state.natural, batch, size, leaves, check=False, reseed=self.reseed)
-        )
-
-    def _compiled(self, state: State, batch: Batch, size: float) -> tuple[float, Result]:
-        assert self.captured is not None
-        found = self.captured(state.natural, batch, size)
-        if found is None:
-            raise NanError("the step is not compiled")
-        loss, ok, gradients, natural, values = found
-        parameters = (parameter for part in self.parts for parameter in part.parameters())
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.copy_(value)
-        return _read(Result(loss, gradients, natural, [ok]))
+        loss, *gradients = sums(result.loss, *result.gradients)
+        return result._replace(loss=loss, gradients=gradients)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """The state as tensors, numbers, lists and dicts."""
-        return {
-            "natural": [list(q) for q in state.natural],
-            "adam": list(state.adam),
-            "spread": state.spread,
-            "is_warm": state.is_warm,
-        }
+        return {**state._asdict(), "natural": [list(q) for q in state.natural], "adam": list(state.adam)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> State:
         """The state from that."""
@@ -192,61 +167,108 @@ class GradientStep:
 def _read(result: Result) -> tuple[float, Result]:
     """The loss as a number, if it and all gradients are finite and all flags True: one read from the device."""
     norms = torch._foreach_norm(list(result.gradients), math.inf) if result.gradients else []
-    flags = [flag.reshape(()).double() for flag in result.ok]
-    norms = [norm.double() for norm in norms]
-    values = torch.stack([result.loss.reshape(()).double(), *norms, *flags]).tolist()
-    passed = all(values[len(values) - len(flags) :]) if flags else True
-    if not passed or not all(map(math.isfinite, values)):
+    flags = [torch.where(flag, 0.0, math.nan) for flag in result.ok]
+    values = torch.stack([value.reshape(()).double() for value in (result.loss, *norms, *flags)]).tolist()
+    if not all(map(math.isfinite, values)):
         raise NanError(f"the loss is {values[0]}, or a gradient or the precision of q(u) is of no use.")
     return values[0], result
 
 
-class Sums(Alone):
-    """The two messages of a step between processes: the sums of the natural step, then the loss with its gradients.
-
-    A process whose step failed says so in the place of the next one, so that none waits for it.
-    """
-
-    def __init__(self, problem: Problem, parts: Sequence[Part], natural: Sequence[Natural]) -> None:
-        like = next(iter(problem.parameters.values()))
-        self.send, self.dtype = distributed.StepSums(like.detach().reshape(-1)[:1]), like.dtype
-        self.num_natural = sum(q.precision.numel() + q.linear.numel() for q in natural)
-        self.is_first = bool(parts)
-
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The sums of some tensors; those of the natural step come first."""
-        self.is_first = False
-        return self.send(torch.float64, *tensors)
-
-    def largest(self, value: Tensor) -> Tensor:
-        """The largest value over the processes."""
-        return self.send.largest(value)
-
-    def last(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The loss and its gradients, summed."""
-        return self.send(self.dtype, *tensors)
-
-    def fail(self, leaves: Sequence[Tensor]) -> None:
-        """Say that this process failed, unless that came from another."""
-        if not self.send.has_failed:
-            size = self.num_natural if self.is_first else 1 + sum(leaf.numel() for leaf in leaves)
-            with suppress(NanError):
-                self.send.fail(size, torch.float64 if self.is_first else self.dtype)
-
-
-def _spread(problem: Problem, kinds: Mapping[str, str], batch: Batch) -> float:
+def _spread(batch: Batch) -> float:
     """Root mean square over dimensions of the standard deviation of a batch's inputs, over all processes.
 
     Inducing points would not do: k-means puts some on outliers.
     """
     if batch.x is None:
         return 1.0
-    inputs = batch.x.detach().double()
-    inputs = inputs.reshape(-1, inputs.size(-1)) if inputs.dim() > 1 else inputs.unsqueeze(-1)
-    sums = distributed.StepSums(inputs.reshape(-1)[:1])
-    count, first, second = sums(torch.float64, inputs.new_tensor([len(inputs)]), inputs.sum(0), inputs.square().sum(0))
-    found = math.sqrt(max(0.0, float((second / count - (first / count).square()).mean())))
-    if found:
-        return found
-    points = [p.detach().double() for name, p in problem.parameters.items() if kinds[name] == "inducing"]
-    return math.sqrt(sum(float(p.var(-2).mean()) for p in points if p.size(-2) > 1)) or 1.0
+    inputs = batch.x.detach().double().flatten(end_dim=-2)  # [N, D]
+    sums = inputs.new_full((1, inputs.size(-1)), len(inputs)), inputs.sum(0, True), inputs.square().sum(0, True)
+    count, first, second = distributed.summed(torch.cat(sums))
+    return math.sqrt(max(0.0, float((second / count - (first / count).square()).mean()))) or 1.0
+
+
+class Guard:
+    """A step that may fail.
+
+    :param step: A :class:`~tighter_gp.training.step.GradientStep` or a :class:`~tighter_gp.training.lbfgs.LBFGSStep`, whose
+        ``init``, ``step``, ``state_dict`` and ``load_state_dict`` pass a state on.
+    :param problem: What it trains.
+    :param max_failures: Failures in a row before the error is raised.
+    :ivar state: Of the step; None before the first.
+    :ivar before: Parameters before the last update; None if there was none, or it was undone.
+    :ivar damping: Factor on the size of a step, which failures lower and successes raise.
+    :ivar failures: Failed steps in a row.
+    :ivar error: The last failure.
+    """
+
+    def __init__(self, step: Any, problem: Problem, max_failures: int) -> None:
+        self.inner, self.parameters, self.max_failures = step, list(problem.parameters.values()), max_failures
+        self.state: Any = None
+        self.before: list[Tensor] | None = None
+        self.spare: list[Tensor] | None = None  # memory of an earlier copy
+        self.damping, self.failures = 1.0, 0
+        self.error: Exception | None = None
+
+    def step(self, batch: Batch, number: int, total: int) -> Info:
+        """Take a step, or return to where the last was taken from.
+
+        :param number: Steps that were done before.
+        :param total: Steps of the run.
+        :raises RuntimeError: After too many failures in a row.
+        """
+        now = self.spare or [torch.empty_like(parameter) for parameter in self.parameters]
+        _copy(now, self.parameters)
+        undo = lambda: _copy(self.parameters, now)
+        try:
+            self.state, info = self.inner.step(self.state, batch, number, total, self.damping, undo)
+        except BaseException:
+            undo()
+            raise
+        if info.error is None:
+            self.spare, self.before, self.error = self.before, now, None
+            self.damping, self.failures = min(1.0, _LARGER * self.damping), 0
+            return info
+        undo()
+        self.spare, self.failures, self.error = now, self.failures + 1, info.error
+        if self.failures == 2:
+            self.undo()
+        if self.failures >= self.max_failures:
+            self.give_up(number)
+        return info
+
+    def undo(self) -> None:
+        """Take the last update back, if there is one; Adam starts anew, with a quarter of the step."""
+        if self.before is not None:
+            _copy(self.parameters, self.before)
+            self.state, self.before, self.damping = self.inner.init(), None, _SMALLER * self.damping
+
+    def give_up(self, number: int) -> NoReturn:
+        """Raise with all that is known.
+
+        :param number: The last step that failed.
+        """
+        assert self.error is not None
+        raise RuntimeError(
+            f"{self.failures} steps in a row failed, the last, step {number}, with: {first_line(self.error)} The "
+            "parameters are the last for which a step succeeded. A smaller lr, scaled data or float64 may help."
+        ) from self.error
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        inner = self.inner.state_dict(self.state)
+        return {"inner": inner, "before": self.before, "damping": self.damping, "failures": self.failures}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over what that returned."""
+        self.state, self.damping, self.failures = (
+            self.inner.load_state_dict(saved["inner"]),
+            saved["damping"],
+            saved["failures"],
+        )
+        if saved["before"] is not None:
+            self.before = [value.to(p) for value, p in zip(saved["before"], self.parameters, strict=True)]
+
+
+@torch.no_grad()
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(into), list(values))

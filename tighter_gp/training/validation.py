@@ -9,7 +9,7 @@ import torch
 from gpytorch.likelihoods import DirichletClassificationLikelihood, FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
-from ..data import Rows, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
+from ..data import Rows, check_array, check_kind, fingerprint, first_parameter, input_rows, num_rows, row_dim
 from ..likelihoods.targets import check_arguments, check_targets
 from ..modes import chunks
 from ..predictions import predict_y
@@ -18,17 +18,21 @@ from ..predictions import predict_y
 class HeldOut:
     """Held-out points.
 
+    :param likelihood: The likelihood.
+    :param like: Tensor whose dtype and device arrays take.
     :param x: Inputs, ``... x N x D`` or ``N``; tensors or arrays.
     :param y: Targets.
     :param kwargs: Per-point arguments of the likelihood.
-    :param likelihood: The likelihood.
-    :param like: Tensor whose dtype and device arrays take.
     """
 
-    def __init__(self, x: Any, y: Any, kwargs: dict[str, Any], likelihood: Likelihood, like: Tensor) -> None:
+    def __init__(self, likelihood: Likelihood, like: Tensor, x: Any, y: Any, kwargs: Any = None) -> None:
+        kwargs = kwargs or {}
+        self.x = input_rows(x, like, "the held-out x")
+        check_array("the held-out y", y)
         dim = row_dim(y.shape, num_rows(x), is_batch=x.ndim > 2)
         if dim is None:
             raise ValueError(f"There must be a held-out target per row of x, {num_rows(x)}; got {tuple(y.shape)}.")
+        self.y = Rows(y, like, dim=dim, name="the held-out y")
         check_arguments(likelihood, kwargs)
         for name, value in kwargs.items():
             check_kind(name, value)
@@ -38,7 +42,6 @@ class HeldOut:
                 f"{type(likelihood).__name__} knows the noise of the training points only: pass that of the held-out points, "
                 'validation=(x, y, {"noise": noise}).'
             )
-        self.x, self.y = input_rows(x, like, "the held-out x"), Rows(y, like, dim=dim, name="the held-out y")
         self.kwargs, self.likelihood = kwargs, likelihood
         for rows in chunks(len(self.x), 2**16):
             check_finite("the validation inputs", self.x[rows])
@@ -51,8 +54,9 @@ class HeldOut:
     @torch.no_grad()
     def score(self, model: Any, rows: slice = slice(None)) -> float:
         """Mean negative log predictive density per point."""
-        per_point = (Tensor, np.ndarray)
-        kwargs: dict[str, Any] = {n: v[..., rows] if isinstance(v, per_point) else v for n, v in self.kwargs.items()}
+        kwargs: dict[str, Any] = {
+            n: v[..., rows] if isinstance(v, (Tensor, np.ndarray)) else v for n, v in self.kwargs.items()
+        }
         y = predict_y(model, self.likelihood, self.x[rows], **kwargs)
         return -float(y.log_prob(self.y[rows]).double().nanmean())
 
@@ -73,28 +77,11 @@ def mean_nlpd(model: Any, likelihood: Likelihood, x: Any, y: Any, **kwargs: Any)
         >>> math.isfinite(score)
         True
     """
-    return HeldOut(x, y, kwargs, likelihood, first_parameter(model, likelihood)).score(model)
-
-
-def held_out_data(likelihood: Likelihood, validation: Any, like: Tensor) -> HeldOut:
-    """The points of ``validation=``, or a clear error.
-
-    :param validation: ``(x, y)`` or ``(x, y, kwargs)``.
-    :param like: Tensor whose dtype and device numpy arrays take.
-    """
-    if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
-        raise TypeError(f"validation must be (x, y) or (x, y, kwargs); got {type(validation).__name__}.")
-    x, y, kwargs = (*validation, {})[:3]
-    if not all(isinstance(part, (Tensor, np.ndarray)) for part in (x, y)) or not isinstance(kwargs, dict):
-        names = ", ".join(type(part).__name__ for part in validation)
-        raise TypeError(f"validation must be tensors or arrays x and y, and a dict of further arguments; got {names}.")
-    return HeldOut(x, y, kwargs, likelihood, like)
+    return HeldOut(likelihood, first_parameter(model, likelihood), x, y, kwargs).score(model)
 
 
 def check_finite(name: str, values: Tensor) -> None:
     """Raise if a value is infinite or NaN."""
-    if not values.is_floating_point() or not values.numel():
-        return
     count = int((~torch.isfinite(values)).sum())
     if count:
         raise ValueError(f"{count} of {values.numel()} values of {name} are NaN or infinite; drop their rows.")
