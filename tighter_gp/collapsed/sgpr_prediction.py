@@ -63,7 +63,8 @@ class CurrentPredictionStrategy(SGPRPredictionStrategy):
         labels = self.train_labels.to(test_mean.device)  # the model may have moved since the first prediction
         posterior = SGPRPredictionStrategy(self.train_inputs, prior, labels, self.likelihood)
         cross = MatmulLinearOperator(_root(test), _root(train).mT)
-        return posterior.exact_prediction(test_mean[..., num_train:], test, cross)
+        mean = posterior.exact_predictive_mean(test_mean[..., num_train:], cross)
+        return mean, posterior.exact_predictive_covar(test, cross)
 
 
 def explained_covariance(root: Tensor, dtype: torch.dtype) -> LinearOperator:

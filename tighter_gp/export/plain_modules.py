@@ -11,6 +11,7 @@ from gpytorch import kernels, likelihoods
 from torch import Tensor
 
 from ..likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
+from ..likelihoods.family import of_gpytorch
 from ..maths.quadrature import normal_rule
 from ..predictions.densities import student_t_moments
 
@@ -92,7 +93,7 @@ _LINKS: dict[type, Any] = {
     likelihoods.BernoulliLikelihood: _probit,
     BernoulliLogitLikelihood: torch.sigmoid,
     PoissonLikelihood: torch.exp,
-    likelihoods.PoissonLikelihood: _softplus,
+    **dict.fromkeys(of_gpytorch("PoissonLikelihood"), _softplus),
 }
 _NOISY = (likelihoods.GaussianLikelihood, likelihoods.LaplaceLikelihood, likelihoods.StudentTLikelihood)
 
