@@ -17,6 +17,7 @@ from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel
 from tighter_gp.conditionals import OptimalConditional
 from tighter_gp.likelihoods import PoissonLikelihood
+from tighter_gp.likelihoods.family import of_gpytorch
 from tighter_gp.likelihoods.expectations import expected_log_prob
 
 N, M = 17, 3
@@ -72,7 +73,8 @@ def test_poisson_scales_solve_their_equation(seed, beta):
 @pytest.mark.parametrize("name", ["Bernoulli", "Beta", "Laplace", "NegativeBinomial", "Poisson", "StudentT"])
 def test_the_default_number_of_steps_leaves_a_small_residual_of_the_equation(name):
     torch.manual_seed(0)
-    likelihood = getattr(gpytorch.likelihoods, f"{name}Likelihood")()
+    (kind,) = of_gpytorch(f"{name}Likelihood") or pytest.skip("this version of GPyTorch has no such likelihood")
+    likelihood = kind()
     mean, explained, residual = 2 * torch.randn(2000), torch.rand(2000), 2 * torch.rand(2000)
     with torch.no_grad():
         y = likelihood(mean).sample().clamp(*((0.001, 0.999) if name == "Beta" else (None, 1e6)))
