@@ -17,8 +17,8 @@ from tests.tools import dense
 from tests.tools.factories import make_gp, make_kernel
 from tighter_gp.conditionals import OptimalConditional
 from tighter_gp.likelihoods import PoissonLikelihood
-from tighter_gp.likelihoods.family import of_gpytorch
 from tighter_gp.likelihoods.expectations import expected_log_prob
+from tighter_gp.likelihoods.family import of_gpytorch
 
 N, M = 17, 3
 
