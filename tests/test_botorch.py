@@ -93,3 +93,11 @@ def test_observations_under_another_likelihood():
     draws = posterior.rsample(torch.Size([7]))
     assert draws.shape == (7, 50, 3, 1)
     assert (draws == draws.round()).all()
+
+
+def test_a_model_with_transforms_is_refused_where_they_would_be_left_out(model):
+    x, y = data()
+    with pytest.raises(TypeError, match="fit_gpytorch_mll"):
+        tighter_gp.fit(model, model.likelihood, x, y[:, 0], steps=1)
+    with pytest.raises(TypeError, match=r"pass its inner one, model\.model"):
+        tighter_gp.evaluate_bound(model, model.likelihood, x, y[:, 0])

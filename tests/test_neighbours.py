@@ -367,10 +367,40 @@ def test_new_rows_that_do_not_fit_are_refused():
     model = tighter_gp.models.Regression(x, num_inducing=5)
     near = tighter_gp.NeighbourGP(model, model.likelihood, x, y, num_neighbours=5, steps=0)
     for new_x, new_y in ((x[:9], y[:8]), (torch.rand(4, 3), y[:6]), (x[:2], torch.tensor([0.0, torch.nan]))):
-        with pytest.raises(ValueError, match=r"Expected x of shape B x 2|NaN or infinity"):
+        with pytest.raises(ValueError, match=r"Expected x of shape B x 2|NaN or infinit"):
             near.add(new_x, new_y)
     with pytest.raises(ValueError, match=r"its own \.likelihood"):
         tighter_gp.predict_y(near, model.likelihood, x)
+
+
+def test_new_rows_under_fixed_noise_need_theirs_and_a_refusal_changes_nothing():
+    case = Case("fixed", 5)
+    near, before = case.near, case.near.f_at(case.x)
+    for noise in (None, case.noise[:1]):
+        with pytest.raises(ValueError, match="a variance for each of the 2 new rows"):
+            near.add(case.x[:2], case.y[:2], noise)
+    torch.testing.assert_close(near.f_at(case.x), before, rtol=0.0, atol=0.0)
+
+
+def test_labels_are_looked_at():
+    torch.manual_seed(0)
+    x = torch.rand(60, 2)
+    label = (x[:, 0] > 0.5).long()
+    model = tighter_gp.models.BinaryClassification(x, num_inducing=5)
+    with pytest.raises(ValueError, match="labels 0 and 1"):
+        tighter_gp.NeighbourGP(model, model.likelihood, x, label + 1)
+    near = tighter_gp.NeighbourGP(model, model.likelihood, x, label, num_neighbours=5)
+    with pytest.raises(ValueError, match="labels 0 and 1"):
+        near.add(x[:2], torch.tensor([7, 7]))
+
+
+def test_a_state_of_other_rows_is_refused():
+    case = Case("homoscedastic", 5)
+    make = lambda rows: tighter_gp.NeighbourGP(
+        case.model, case.likelihood, case.x[rows], case.y[rows], 5, 0, save_rows=False
+    )
+    with pytest.raises(ValueError, match="make it with the same rows"):
+        make(slice(20)).load_state_dict(make(slice(None)).state_dict())
 
 
 def test_other_likelihoods_by_pseudo_targets():

@@ -53,7 +53,8 @@ class _TighterGP(BaseEstimator):
         rng = np.random.default_rng(self._seed)
         some = np.sort(rng.choice(len(X), min(len(X), _SAMPLE), replace=False))
         self._mean, self._std = X[some].mean(0, dtype=np.float64), X[some].std(0, dtype=np.float64)
-        self._std[self._std <= 1e-12 * np.abs(self._mean)] = 1.0
+        self._is_constant = self._std <= 1e-12 * np.abs(self._mean)
+        self._std[self._is_constant] = 1.0
         is_shared = self.kernel is None and _is_one_unit(X[some], y[some], self._std, rng)
         if is_shared:
             self._std = np.full_like(self._std, np.sqrt(np.mean(self._std**2)))
@@ -82,12 +83,13 @@ class _TighterGP(BaseEstimator):
 
     @property
     def relevance_(self) -> np.ndarray:
-        """How much each input matters, the inverse of its lengthscale, summing to one; all alike for one lengthscale."""
+        """How much each input matters: the inverse of its lengthscale, zero for a constant; they sum to one."""
         check_is_fitted(self)
         kernels = [part for part in self.model_.modules() if getattr(part, "has_lengthscale", False)]
         scales = [kernel.lengthscale.detach().flatten(0, -2).mean(0).expand(len(self._std)) for kernel in kernels]
-        inverse = (1 / torch.stack(scales)).mean(0)  # [D]
-        return (inverse / inverse.sum()).double().cpu().numpy()
+        inverse = (1 / torch.stack(scales)).mean(0).double().cpu().numpy()  # [D]
+        inverse = np.where(self._is_constant, 0.0, inverse)
+        return inverse / inverse.sum()
 
 
 class TighterGPRegressor(RegressorMixin, _TighterGP):

@@ -12,6 +12,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.mlls import VariationalELBO
 from gpytorch.models import ApproximateGP, ExactGP
 from gpytorch.variational import VariationalStrategy
+from gpytorch.variational._variational_strategy import _VariationalStrategy
 from torch import Tensor
 
 from .blocks import block_chunks
@@ -76,6 +77,10 @@ def evaluate_bound(
     """
     if isinstance(model, NeighbourGP):
         raise TypeError("Predictions with neighbours have no bound on the evidence; the model they were made from has.")
+    if getattr(model, "input_transform", None) is not None or getattr(model, "outcome_transform", None) is not None:
+        raise TypeError(
+            "This model of BoTorch transforms its data: pass its inner one, model.model, and transformed data."
+        )
     if x is None:
         return _latent_bound(model, likelihood, y, batch_size, objective, **kwargs)
     dtype = reference(model, likelihood).dtype
@@ -168,7 +173,7 @@ def in_float64(model: Any, likelihood: Any) -> tuple[Any, Any]:
         return model, likelihood
     model, likelihood = copied(model, likelihood)
     for part in model.modules():
-        if isinstance(part, TighterStrategy):
+        if isinstance(part, _VariationalStrategy) and hasattr(part, "_jitter_val"):
             part.jitter_val = part.jitter_val
     return model.double(), likelihood.double()
 

@@ -29,6 +29,7 @@ from .collapsed.core import DataSums, data_sums, sums_of
 from .data import reference
 from .likelihoods.expectations import expected_slopes
 from .likelihoods.family import family, gaussian_noise
+from .likelihoods.targets import check_targets
 from .maths.collapsed import collapse
 from .maths.linalg import full_precision
 from .modes import chunks
@@ -111,6 +112,7 @@ class NeighbourGP(RowSearch):
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         if x.dim() != 2 or y.shape != x.shape[:1]:
             raise ValueError(f"Expected x of shape N x D and y of shape N; got {tuple(x.shape)} and {tuple(y.shape)}.")
+        check_targets(likelihood, y)
         self.num_neighbours, self.chunk_size, self.save_rows = num_neighbours, chunk_size, save_rows
         self.register_buffer("x", x, persistent=save_rows)
         self.register_buffer("y", y, persistent=save_rows)
@@ -227,14 +229,20 @@ class NeighbourGP(RowSearch):
             raise ValueError(
                 f"Expected x of shape B x {self.x.size(-1)} and y of shape B; got {tuple(x.shape)} and {tuple(y.shape)}."
             )
-        if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+        if not bool(torch.isfinite(x).all()):
             raise ValueError("The new rows hold NaN or infinity; leave them out.")
+        check_targets(self.likelihood, y)
         if type(self.likelihood) not in _GAUSSIAN:
             y, noise = self._pseudo_targets(x.to(self.x), y.to(self.y))
-        self.x, self.y = torch.cat([self.x, x.to(self.x)]), torch.cat([self.y, y.to(self.y)])
+        elif isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
+            if noise is None or as_rows("noise", noise).shape != y.shape:
+                raise ValueError(f"Under fixed noise pass noise=, a variance for each of the {len(y)} new rows.")
+            noise = as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
+        elif noise is not None:
+            raise TypeError("noise= is for fixed noise: new rows have the noise of the likelihood.")
         if noise is not None:
-            new = as_rows("noise", noise).to(self.y) * self.noise_factor / self.scale
-            self.noise = torch.cat([self.noise.expand(start), new])
+            self.noise = torch.cat([self.noise.expand(start), noise])
+        self.x, self.y = torch.cat([self.x, x.to(self.x)]), torch.cat([self.y, y.to(self.y)])
         sums = self._sums(start)
         self.gram, self.linear = self.gram + sums.gram, self.linear + sums.linear
         self.sort_rows()
@@ -245,11 +253,15 @@ class NeighbourGP(RowSearch):
 
     def get_extra_state(self) -> Tensor:
         """What ``state_dict`` has beside parameters and buffers."""
-        return torch.tensor(self.num_neighbours)
+        return torch.tensor([self.num_neighbours, len(self.y)])
 
     def set_extra_state(self, state: Tensor) -> None:
         """The same, from a ``state_dict``."""
-        self.num_neighbours = int(state)
+        self.num_neighbours, num_rows = state.tolist()
+        if num_rows != len(self.y):
+            raise ValueError(
+                f"The state is of {num_rows} rows, this object has {len(self.y)}: make it with the same rows."
+            )
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """As of any module, with any number of rows."""

@@ -61,6 +61,19 @@ def test_the_bound_of_a_model_on_a_strategy_of_gpytorchs():
     torch.testing.assert_close(actual, expected.detach(), rtol=1e-10, atol=0.0)
 
 
+def test_the_bound_in_float32_has_the_jitter_of_float32():
+    """GPyTorch's default jitter follows the dtype, and with another one the whitened q(u) is that of another model."""
+    torch.manual_seed(0)
+    x = torch.rand(60, 1, dtype=torch.float32) * 6
+    model, likelihood = gp(strategy=VariationalStrategy).float(), make_noise(NOISE).float()
+    model.variational_strategy.inducing_points.data = torch.linspace(0, 6, M, dtype=torch.float32).unsqueeze(-1)
+    model.variational_strategy._jitter_val = None
+    model.covar_module.base_kernel.lengthscale = 4.0
+    y = torch.sin(x[:, 0])
+    expected = 60 * VariationalELBO(likelihood, model, 60)(model(x), y)
+    torch.testing.assert_close(evaluate_bound(model, likelihood, x, y), expected.detach(), rtol=1e-2, atol=0.0)
+
+
 def test_the_best_q_of_a_model_on_a_strategy_of_gpytorchs():
     """The optimum is the same for the standard and the tighter family."""
     model, ours, likelihood = gp(strategy=VariationalStrategy), gp(), make_noise(NOISE)

@@ -177,6 +177,16 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
     assert resumed == [history.loss[-1].hex(), parameters(model, likelihood).sum().item().hex()]
 
 
+def test_a_run_that_a_callback_ended_stays_ended_and_says_so(tmp_path, caplog):
+    x, y = data()
+    model, likelihood = problem()
+    options = {"checkpoint": tmp_path / "run.pt", "callbacks": [lambda step: step.step == 3]}
+    fit(model, likelihood, x, y, steps=5, **options)
+    assert fit(model, likelihood, x, y, steps=9, resume=True, **options).steps == 3
+    assert "nothing is trained" in caplog.text
+    assert "a callback asked for it" in caplog.text
+
+
 def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
     path = tmp_path / "folder" / "run.pt"
     model, likelihood = problem()

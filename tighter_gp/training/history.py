@@ -53,7 +53,7 @@ class History:
         (3, [], '')
     """
 
-    loss: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list, repr=False)
     validation: list[tuple[int, float]] = field(default_factory=list)
     skipped: list[tuple[int, str]] = field(default_factory=list)
     seconds: float = 0.0

@@ -44,6 +44,8 @@ def is_collapsed(model: Any) -> bool:
 
 def reference(model: Any, likelihood: Any) -> Tensor:
     """A parameter whose dtype and device the data take."""
+    if getattr(model, "outcome_transform", None) is not None:
+        raise TypeError("This model of BoTorch transforms its targets: train it by botorch.fit.fit_gpytorch_mll.")
     like = first_parameter(model, likelihood)
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(

@@ -284,6 +284,12 @@ class Run:
         self.best, self.pending, self.shortened = saved["best"], saved["pending"], saved["shortened"]
         # A run that was asked for more steps than before continues.
         finished = bool(saved["finished"]) and (self.planned <= saved["planned"] or bool(self.history.stopped))
+        if finished and self.planned > saved["planned"]:
+            log.warning(
+                "nothing is trained: the run in %s had ended before its last step (%s). Another checkpoint= starts anew",
+                self.checkpoint,
+                self.history.stopped,
+            )
         if not finished and distributed.rank() == 0:
             log.info("resumed after %d of %d steps from %s", self.history.steps, self.planned, self.checkpoint)
         return finished
