@@ -80,8 +80,10 @@ def marginal_variance(q: MultivariateNormal) -> Tensor:
 
 def correlates_tasks(q: MultivariateNormal) -> bool:
     """Whether the tasks of one point are correlated under q(f), as in an LMC."""
-    independent = (BlockDiagLinearOperator, BlockInterleavedLinearOperator)
-    return isinstance(q, MultitaskMultivariateNormal) and not isinstance(q.lazy_covariance_matrix, independent)
+    if not isinstance(q, MultitaskMultivariateNormal):
+        return False
+    by_task = BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator  # a block per task
+    return not isinstance(q.lazy_covariance_matrix, (by_task, DiagLinearOperator))
 
 
 def task_covariance(q: MultivariateNormal) -> Tensor:
