@@ -216,6 +216,6 @@ def mixes_points(operator: LinearOperator) -> bool:
 def replace_variance(operator: LinearOperator, variance: Tensor) -> LinearOperator:
     """The same tree with other variances in its :class:`Carrier`; only the diagonal of the result is meaningful."""
     if isinstance(operator, Carrier):
-        return Carrier(variance, variance, torch.zeros_like(variance))
+        return DiagLinearOperator(variance)
     parts = [replace_variance(part, variance) if isinstance(part, LinearOperator) else part for part in operator._args]
     return operator.__class__(*parts, **operator._kwargs)
