@@ -12,7 +12,7 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
 from .bernoulli_logit_likelihood import BernoulliLogitLikelihood
-from .family import family, of_gpytorch
+from .family import HADAMARD, family, of_gpytorch
 from .poisson_likelihood import PoissonLikelihood
 
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
@@ -117,7 +117,7 @@ def check_arguments(likelihood: Any, names: Iterable[str]) -> None:
     if not type(likelihood).__module__.startswith(("gpytorch.", "tighter_gp.")):
         return
     known = "noise" if isinstance(likelihood, _GaussianLikelihoodBase) else None
-    if isinstance(likelihood, of_gpytorch("HadamardGaussianLikelihood")):
+    if isinstance(likelihood, HADAMARD):
         known = "tasks"
     for name in names:
         if name != known:

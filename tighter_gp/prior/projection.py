@@ -65,7 +65,7 @@ class Factor(NamedTuple):
     limit: Tensor | float | None
 
 
-class Prior:
+class Prior(NamedTuple):
     r"""The prior at the inducing points and at data.
 
     Kernel and projection are computed in the dtype of the inputs if that suffices: if :math:`64\, k\, \mathrm{eps}` is at most
@@ -81,17 +81,12 @@ class Prior:
     :param factor: The factor of the inducing points, if it is known; see :meth:`factorized`.
     """
 
-    def __init__(
-        self,
-        joint: Joint,
-        num_inducing: int,
-        jitter: float = 0.0,
-        noise: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        factor: Factor | None = None,
-    ) -> None:
-        self.joint, self.num_inducing, self.jitter = joint, num_inducing, jitter
-        self.noise, self.dtype, self.factor = noise, dtype, factor
+    joint: Joint
+    num_inducing: int
+    jitter: float = 0.0
+    noise: Tensor | None = None
+    dtype: torch.dtype | None = None
+    factor: Factor | None = None
 
     def __call__(self, x: Tensor, *, check: bool = True, **kwargs: Any) -> Projection:
         """The projection of some inputs.
@@ -119,7 +114,7 @@ class Prior:
         if not _passed(self._project(covar, factor, cross, ok)[2]):
             raise_if_not_finite(x)
             factor = self._wide_factor(covar)
-        return Prior(self.joint, self.num_inducing, self.jitter, self.noise, self.dtype, factor)
+        return self._replace(factor=factor)
 
     def covariance(self, x1: Tensor, x2: Tensor, dtype: torch.dtype) -> Tensor:
         """Prior covariance between two sets of inputs, ``... x N1 x N2``."""

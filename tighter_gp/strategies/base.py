@@ -138,8 +138,10 @@ class TighterStrategy(VariationalStrategy):
 
         def joint(x: Tensor, **kwargs: Any) -> tuple[Tensor, LinearOperator]:
             batch = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
-            inputs = [part.expand(*batch, *part.shape[-2:]) for part in (points, x)]  # [..., M, D] and [..., B, D]
-            prior = self.model.forward(torch.cat(inputs, dim=-2), **kwargs)  # at Z and x together, M + B points
+            first, second = points.expand(*batch, -1, -1), x.expand(*batch, -1, -1)  # [..., M, D] and [..., B, D]
+            prior = self.model.forward(
+                torch.cat([first, second], dim=-2), **kwargs
+            )  # at Z and x together, M + B points
             return prior.mean[..., points.size(-2) :], prior.lazy_covariance_matrix
 
         if dtype is None and self.conditional.needs_double and self.training:
