@@ -177,12 +177,6 @@ class HadamardLinearOperator(LinearOperator):
     def _expand_batch(self, batch_shape: torch.Size) -> LinearOperator:
         return self._each(lambda factor: factor._expand_batch(batch_shape))
 
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return self._each(lambda factor: factor._permute_batch(*dims))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self._each(lambda factor: factor._unsqueeze_batch(dim))
-
     def _mul_matrix(self, other: Tensor | LinearOperator) -> LinearOperator:
         return self.__class__(*_broadcast(self, other))
 

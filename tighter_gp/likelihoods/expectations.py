@@ -8,6 +8,7 @@ With :math:`F_n = \mathbb E_{\mathcal N(\mu_n, v_n)}[\log p(y_n \mid f_n)]` the 
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,20 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
 from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
-from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator, DiagLinearOperator
+from linear_operator import LinearOperator, to_dense
+from linear_operator.operators import (
+    BlockDiagLinearOperator,
+    BlockInterleavedLinearOperator,
+    DiagLinearOperator,
+    KroneckerProductLinearOperator,
+    SumBatchLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from ..maths.bounds import gaussian_expected_log_prob
 from ..maths.linalg import cholesky
+from ..maths.quadrature import leading
 from .family import family, gaussian_noise
 
 # Nodes for one function per point: how far they reach, in standard deviations, and how many they are.
@@ -88,11 +98,21 @@ def correlates_tasks(q: MultivariateNormal) -> bool:
 
 def task_covariance(q: MultivariateNormal) -> Tensor:
     """Covariance between the tasks of each point, ``... x N x T x T``."""
-    num_points, num_tasks = q.event_shape
-    points = torch.arange(num_points, device=q.mean.device).view(-1, 1, 1)
-    tasks = torch.arange(num_tasks, device=q.mean.device)
-    places = points * num_tasks + tasks if q._interleaved else points + tasks * num_points  # [N, 1, T]
-    return q.lazy_covariance_matrix[..., places, places.mT]
+    return _within_points(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
+
+
+def _within_points(covar: LinearOperator, shape: torch.Size, interleaved: bool) -> Tensor:
+    """The same without the whole matrix where its form is known."""
+    if isinstance(covar, SumLinearOperator):
+        return reduce(torch.add, (_within_points(part, shape, interleaved) for part in covar.linear_ops))
+    if isinstance(covar, SumBatchLinearOperator):
+        return _within_points(covar.base_linear_op, shape, interleaved).sum(-4)
+    if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
+        points, tasks = covar.linear_ops  # as in an LMC
+        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)  # k_nn times T x T
+    places = torch.arange(shape.numel(), device=covar.device)
+    places = (places.view(shape) if interleaved else places.view(shape[::-1]).mT).unsqueeze(-1)  # [N, T, 1]
+    return covar[..., places, places.mT]
 
 
 def draw_samples(q: MultivariateNormal) -> Tensor:
@@ -208,12 +228,10 @@ def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **
     slope, curvature = _sampled_slopes(likelihood, targets, q, samples, **kwargs)
     by_mean = slope * (q.mean - q.mean.detach())
     per_task = value.shape == q.mean.shape
-    if curvature.dim() > q.mean.dim():
-        covariance = task_covariance(q)
-        by_variance = (curvature * (covariance - covariance.detach())).sum(-1)
-    else:
-        variance = marginal_variance(q)
-        by_variance = curvature * (variance - variance.detach())
+    is_matrix = curvature.dim() > q.mean.dim()
+    spread = task_covariance(q) if is_matrix else marginal_variance(q)
+    by_variance = curvature * (spread - spread.detach())
+    by_variance = by_variance.sum(-1) if is_matrix else by_variance
     change = by_mean - 0.5 * by_variance  # zero, with the derivatives wanted
     return value + (change if per_task else change.sum(-1))
 
@@ -248,7 +266,7 @@ def _curvature_by_quadrature(likelihood: Any, targets: Tensor, q: MultivariateNo
     """
     stddev = marginal_variance(q).detach().sqrt()
     nodes = torch.linspace(-_REACH, _REACH, _NUM_NODES, dtype=q.mean.dtype, device=q.mean.device)
-    nodes = nodes.reshape(-1, *(1 for _ in q.mean.shape))
+    nodes = leading(nodes, q.mean)  # [K, 1, ...]
     weights = torch.softmax(-0.5 * nodes.square(), 0)  # of the trapezoidal rule, which is exact to rounding here
     with torch.enable_grad():
         f = (q.mean.detach() + stddev * nodes).requires_grad_()
@@ -261,16 +279,12 @@ def _softmax_curvature(likelihood: SoftmaxLikelihood, samples: Tensor, full: boo
     r""":math:`W^\top (\mathrm{diag}(p) - p p^\top) W`, mean over samples, or its diagonal."""
     weights = likelihood.mixing_weights
     probs = torch.softmax(samples if weights is None else samples @ weights.mT, dim=-1)  # [S, ..., N, C]
-    if weights is None and not full:
-        return (probs * (1 - probs)).mean(0)
-    if weights is None:
-        second = torch.einsum("s...i,s...j->...ij", probs, probs) / len(probs)
-        return torch.diag_embed(probs.mean(0)) - second
-    first = probs @ weights  # W' p
-    if not full:
-        return (probs @ weights.square() - first.square()).mean(0)
-    second = torch.einsum("s...i,s...j->...ij", first, first) / len(probs)
-    return (weights.mT * probs.mean(0).unsqueeze(-2)) @ weights - second
+    first = probs if weights is None else probs @ weights  # W' p  [S, ..., N, T]
+    if full:
+        mean, second = probs.mean(0), torch.einsum("s...i,s...j->...ij", first, first) / len(probs)
+        return (torch.diag_embed(mean) if weights is None else (weights.mT * mean.unsqueeze(-2)) @ weights) - second
+    variance = probs * (1 - probs) if weights is None else probs @ weights.square() - first.square()
+    return variance.mean(0)
 
 
 def sampled_curvature(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:

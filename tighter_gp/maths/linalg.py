@@ -63,7 +63,9 @@ def cholesky(
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_meta or not (info.any() | ~factor.diagonal(dim1=-1, dim2=-2).isfinite().all()):
         return factor
-    _raise_if_not_finite(matrix, name)
+    num_bad = int((~torch.isfinite(matrix)).sum())
+    if num_bad:
+        raise torch.linalg.LinAlgError(f"{name} ({_describe(matrix)}) has {num_bad} NaN or infinite entries.")
     scale = mean_diagonal(matrix) if scale is None else scale
     jitter = _FIRST_RETRY_JITTER[matrix.dtype]
     added = torch.zeros_like(scale)
@@ -130,12 +132,6 @@ def _switched(device_type: str, switches: list[_Switch]) -> Iterator[None]:
         finally:
             for backend, switch, _, before in switches:
                 setattr(backend, switch, before)
-
-
-def _raise_if_not_finite(matrix: Tensor, name: str) -> None:
-    bad = int((~torch.isfinite(matrix)).sum())
-    if bad:
-        raise torch.linalg.LinAlgError(f"{name} ({_describe(matrix)}) has {bad} NaN or infinite entries.")
 
 
 def _describe(matrix: Tensor) -> str:
