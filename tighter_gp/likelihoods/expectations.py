@@ -8,7 +8,6 @@ With :math:`F_n = \mathbb E_{\mathcal N(\mu_n, v_n)}[\log p(y_n \mid f_n)]` the 
 from __future__ import annotations
 
 import math
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +15,7 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import SoftmaxLikelihood
 from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
-from linear_operator import LinearOperator, to_dense
-from linear_operator.operators import (
-    BlockDiagLinearOperator,
-    BlockInterleavedLinearOperator,
-    DiagLinearOperator,
-    KroneckerProductLinearOperator,
-    SumBatchLinearOperator,
-    SumLinearOperator,
-)
+from linear_operator.operators import BlockDiagLinearOperator, BlockInterleavedLinearOperator, DiagLinearOperator
 from torch import Tensor
 
 from ..maths.bounds import gaussian_expected_log_prob
@@ -98,21 +89,11 @@ def correlates_tasks(q: MultivariateNormal) -> bool:
 
 def task_covariance(q: MultivariateNormal) -> Tensor:
     """Covariance between the tasks of each point, ``... x N x T x T``."""
-    return _within_points(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
-
-
-def _within_points(covar: LinearOperator, shape: torch.Size, interleaved: bool) -> Tensor:
-    """The same without the whole matrix where its form is known."""
-    if isinstance(covar, SumLinearOperator):
-        return reduce(torch.add, (_within_points(part, shape, interleaved) for part in covar.linear_ops))
-    if isinstance(covar, SumBatchLinearOperator):
-        return _within_points(covar.base_linear_op, shape, interleaved).sum(-4)
-    if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
-        points, tasks = covar.linear_ops  # as in an LMC
-        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)  # k_nn times T x T
-    places = torch.arange(shape.numel(), device=covar.device)
-    places = (places.view(shape) if interleaved else places.view(shape[::-1]).mT).unsqueeze(-1)  # [N, T, 1]
-    return covar[..., places, places.mT]
+    num_points, num_tasks = q.event_shape
+    points = torch.arange(num_points, device=q.mean.device).view(-1, 1, 1)
+    tasks = torch.arange(num_tasks, device=q.mean.device)
+    places = points * num_tasks + tasks if q._interleaved else points + tasks * num_points  # [N, 1, T]
+    return q.lazy_covariance_matrix[..., places, places.mT]
 
 
 def draw_samples(q: MultivariateNormal) -> Tensor:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from gpytorch import likelihoods
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
+from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     BlockDiagLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
+    KroneckerProductLinearOperator,
+    SumBatchLinearOperator,
+    SumLinearOperator,
 )
 from torch import Tensor
 
 from ..data import input_rows
-from ..likelihoods.expectations import correlates_tasks, event_variance, task_covariance
+from ..likelihoods.expectations import correlates_tasks, event_variance
 from ..likelihoods.family import gaussian_noise, has_own_noise
 
 
@@ -77,8 +82,22 @@ def marginals(q: MultivariateNormal) -> Marginals:
     """Those of q(f), ``... x N`` or ``... x N x T``; functions that are correlated keep their covariance."""
     if not correlates_tasks(q):
         return Marginals(q.mean, event_variance(q), None, isinstance(q, MultitaskMultivariateNormal))
-    covariance = task_covariance(q)
+    covariance = _within_points(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
     return Marginals(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
+
+
+def _within_points(covar: LinearOperator, shape: torch.Size, interleaved: bool) -> Tensor:
+    """Covariance of the tasks of each point, ``... x N x T x T``, without the whole matrix where its form is known."""
+    if isinstance(covar, SumLinearOperator):
+        return reduce(torch.add, (_within_points(part, shape, interleaved) for part in covar.linear_ops))
+    if isinstance(covar, SumBatchLinearOperator):
+        return _within_points(covar.base_linear_op, shape, interleaved).sum(-4)
+    if isinstance(covar, KroneckerProductLinearOperator) and interleaved and len(covar.linear_ops) == 2:
+        points, tasks = covar.linear_ops  # as in an LMC
+        return points.diagonal(dim1=-1, dim2=-2)[..., None, None] * to_dense(tasks).unsqueeze(-3)  # k_nn times T x T
+    places = torch.arange(shape.numel(), device=covar.device)
+    places = (places.view(shape) if interleaved else places.view(shape[::-1]).mT).unsqueeze(-1)  # [N, T, 1]
+    return covar[..., places, places.mT]
 
 
 def joined(parts: Sequence[Marginals]) -> Marginals:
