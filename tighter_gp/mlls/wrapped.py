@@ -74,7 +74,7 @@ def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
 
 def wrapped_divergence(strategy: Any, q: MultivariateNormal) -> Tensor:
     """KL divergence of the q(u) that made q(f), summed over the latent functions that make up one model."""
-    carrier = carrier_of(q)
+    (carrier,) = find_carriers(q.lazy_covariance_matrix)
     if not hasattr(strategy, "base_variational_strategy") and strategy is not carrier.origin.strategy:
         return strategy.kl_divergence()  # a deep GP, or a sum of several
     value = divergence(carrier.origin.q).to(q.mean.dtype)

@@ -138,14 +138,14 @@ class Prior(NamedTuple):
         matrix = projection.matrix
         columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
         _, covar = self.joint(x)
-        if _is_kernel(covar):  # of what it sees, without the inducing points in each set
-            x = covar.x1[..., self.num_inducing :, :].to(matrix.dtype)
-        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
-        if not _is_kernel(covar):
-            return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
-        every = slice(None)
-        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)  # [K, ..., S, S]
-        return (covariance - columns.mT @ columns).movedim(0, -3)
+        is_kernel = _is_kernel(covar)  # of what it sees, without the inducing points in each set
+        inputs = covar.x1[..., self.num_inducing :, :].to(matrix.dtype) if is_kernel else x
+        inputs = inputs.expand(*matrix.shape[:-2], *inputs.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
+        if is_kernel:
+            covariance = kernels.covariance(covar.kernel, inputs, slice(None), slice(None), is_selected=True)
+        else:
+            covariance = self.covariance(inputs, inputs, matrix.dtype)
+        return (covariance - columns.mT @ columns).movedim(0, -3)  # [..., K, S, S]
 
     # ---- precision --------------------------------------------------------------------------------------------------
 

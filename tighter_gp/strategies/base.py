@@ -205,7 +205,7 @@ class TighterStrategy(VariationalStrategy):
     ) -> MultivariateNormal:
         r"""From (prior mean, A, d) and q(w) to q(f), whose covariance carries :math:`(s, d)`."""
         points = self.prior()(x, **kwargs) if projection is None else projection  # A is [..., M, B]
-        q = [part.to(points.matrix.dtype) for part in self.q()]
+        q = [whitened(factor).to(points.matrix.dtype) for factor in self.distributions]
         mean, explained = explained_moments(points.matrix, *q)  # A'm and s  [..., B]
         origin = Origin(self, x, index, points, mean, explained, q)
         dtype = points.mean.dtype
@@ -216,8 +216,8 @@ class TighterStrategy(VariationalStrategy):
         )  # of all functions of the batch
         conditional, kept, learned = self.conditional, residual, []
         if conditional.is_learned and (self.training or index is not None or not conditional.needs_index):
-            choose = conditional.scale, conditional.penalty
-            learned = [function(residual, index=index).expand_as(residual) for function in choose]
+            scale, penalty = conditional.scale(residual, index=index), conditional.penalty(residual, index=index)
+            learned = [scale.expand_as(residual), penalty.expand_as(residual)]
             kept = learned[0] * residual if self.training else residual  # m_n d_n
         shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
         whole = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)  # [..., B, B]
