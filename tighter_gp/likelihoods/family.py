@@ -105,14 +105,14 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch, ``tasks=``
         the task of each of them for :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`.
     """
-    is_own = has_own_noise(likelihood)
-    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
-        return _fixed_noise(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, HADAMARD) and not is_own:
-        return _noise_of_tasks(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
-        noise = likelihood.noise
-        return noise.reshape(*noise.shape[:-1], *[1] * len(event_shape))
+    if not has_own_noise(likelihood):
+        if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood):
+            return _fixed_noise(likelihood, event_shape, **kwargs)
+        if isinstance(likelihood, HADAMARD):
+            return _noise_of_tasks(likelihood, event_shape, **kwargs)
+        if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs:
+            noise = likelihood.noise  # [..., 1]
+            return noise.reshape(*noise.shape[:-1], *[1] * len(event_shape))
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase) and getattr(likelihood, "rank", 0) > 0:
         raise TypeError(
             f"{type(likelihood).__name__} with rank > 0 correlates the noise of the tasks. GPyTorch's expected log "
