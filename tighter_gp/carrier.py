@@ -177,12 +177,6 @@ class HadamardLinearOperator(LinearOperator):
     def _expand_batch(self, batch_shape: torch.Size) -> LinearOperator:
         return self._each(lambda factor: factor._expand_batch(batch_shape))
 
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return self._each(lambda factor: factor._permute_batch(*dims))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self._each(lambda factor: factor._unsqueeze_batch(dim))
-
     def _mul_matrix(self, other: Tensor | LinearOperator) -> LinearOperator:
         return self.__class__(*_broadcast(self, other))
 
@@ -216,6 +210,6 @@ def mixes_points(operator: LinearOperator) -> bool:
 def replace_variance(operator: LinearOperator, variance: Tensor) -> LinearOperator:
     """The same tree with other variances in its :class:`Carrier`; only the diagonal of the result is meaningful."""
     if isinstance(operator, Carrier):
-        return Carrier(variance, variance, torch.zeros_like(variance))
+        return DiagLinearOperator(variance)
     parts = [replace_variance(part, variance) if isinstance(part, LinearOperator) else part for part in operator._args]
     return operator.__class__(*parts, **operator._kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import gpytorch
+import linear_operator
 import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -40,6 +41,20 @@ def test_gaussian_noise_per_task_has_a_closed_form(interleaved):
     torch.testing.assert_close(slopes.value, value)
     torch.testing.assert_close(slopes.slope, (y - mean) / noise)
     torch.testing.assert_close(slopes.curvature, (1 / noise).expand(5, 2))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tasks_that_are_correlated_in_blocks_are_those_of_the_dense_covariance(interleaved):
+    dense, blocks = multitask(correlated=True)
+    covar = linear_operator.operators.BlockDiagLinearOperator(linear_operator.to_linear_operator(blocks))
+    if not interleaved:  # entries ordered by task, a block per point put apart
+        covar = linear_operator.operators.BlockInterleavedLinearOperator(linear_operator.to_linear_operator(blocks))
+    q = MultitaskMultivariateNormal(dense.mean, covar, interleaved=interleaved)
+    likelihood, y = SoftmaxLikelihood(num_classes=3, mixing_weights=False), torch.tensor([0, 1, 2, 0, 1])
+    draws = torch.randn(6, 5, 3)
+    expected = expected_slopes(likelihood, y, dense, draws=draws)
+    for found, wanted in zip(expected_slopes(likelihood, y, q, draws=draws), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 class Counts(gpytorch.likelihoods.Likelihood):

@@ -12,6 +12,8 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Bernoulli
 
+from ..maths.quadrature import leading
+
 
 class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
     r"""
@@ -52,10 +54,9 @@ class BernoulliLogitLikelihood(_OneDimensionalLikelihood):
         Nodes and weights are symmetric, so that the label's sign can go to the mean:
         :math:`\sqrt{2 / (\pi v)} \sum_i w_i x_i\, \sigma(\pm\mu + \sqrt{2v}\, x_i)`.
         """
-        locations, weights = self.quadrature.locations.to(mean), self.quadrature.weights.to(mean)
         mean = torch.where(observations > 0, mean, -mean)
-        shape = (-1, *(1 for _ in mean.shape))
-        locations, weights = locations.reshape(shape), (weights * locations * (2 / math.sqrt(math.pi))).reshape(shape)
+        locations, weights = (leading(part, mean) for part in (self.quadrature.locations, self.quadrature.weights))
+        weights = weights * locations * (2 / math.sqrt(math.pi))  # [K, 1, ...]
 
         def curvature(variance: Tensor) -> Tensor:
             width = (2 * variance).sqrt()  # [..., N]

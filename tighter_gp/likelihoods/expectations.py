@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..maths.bounds import gaussian_expected_log_prob
 from ..maths.linalg import cholesky
+from ..maths.quadrature import leading
 from .family import family, gaussian_noise
 
 # Nodes for one function per point: how far they reach, in standard deviations, and how many they are.
@@ -80,8 +81,10 @@ def marginal_variance(q: MultivariateNormal) -> Tensor:
 
 def correlates_tasks(q: MultivariateNormal) -> bool:
     """Whether the tasks of one point are correlated under q(f), as in an LMC."""
-    independent = (BlockDiagLinearOperator, BlockInterleavedLinearOperator)
-    return isinstance(q, MultitaskMultivariateNormal) and not isinstance(q.lazy_covariance_matrix, independent)
+    if not isinstance(q, MultitaskMultivariateNormal):
+        return False
+    by_task = BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator  # a block per task
+    return not isinstance(q.lazy_covariance_matrix, (by_task, DiagLinearOperator))
 
 
 def task_covariance(q: MultivariateNormal) -> Tensor:
@@ -206,12 +209,10 @@ def sampled_log_prob(likelihood: Any, targets: Tensor, q: MultivariateNormal, **
     slope, curvature = _sampled_slopes(likelihood, targets, q, samples, **kwargs)
     by_mean = slope * (q.mean - q.mean.detach())
     per_task = value.shape == q.mean.shape
-    if curvature.dim() > q.mean.dim():
-        covariance = task_covariance(q)
-        by_variance = (curvature * (covariance - covariance.detach())).sum(-1)
-    else:
-        variance = marginal_variance(q)
-        by_variance = curvature * (variance - variance.detach())
+    is_matrix = curvature.dim() > q.mean.dim()
+    spread = task_covariance(q) if is_matrix else marginal_variance(q)
+    by_variance = curvature * (spread - spread.detach())
+    by_variance = by_variance.sum(-1) if is_matrix else by_variance
     change = by_mean - 0.5 * by_variance  # zero, with the derivatives wanted
     return value + (change if per_task else change.sum(-1))
 
@@ -246,7 +247,7 @@ def _curvature_by_quadrature(likelihood: Any, targets: Tensor, q: MultivariateNo
     """
     stddev = marginal_variance(q).detach().sqrt()
     nodes = torch.linspace(-_REACH, _REACH, _NUM_NODES, dtype=q.mean.dtype, device=q.mean.device)
-    nodes = nodes.reshape(-1, *(1 for _ in q.mean.shape))
+    nodes = leading(nodes, q.mean)  # [K, 1, ...]
     weights = torch.softmax(-0.5 * nodes.square(), 0)  # of the trapezoidal rule, which is exact to rounding here
     with torch.enable_grad():
         f = (q.mean.detach() + stddev * nodes).requires_grad_()
@@ -259,16 +260,12 @@ def _softmax_curvature(likelihood: SoftmaxLikelihood, samples: Tensor, full: boo
     r""":math:`W^\top (\mathrm{diag}(p) - p p^\top) W`, mean over samples, or its diagonal."""
     weights = likelihood.mixing_weights
     probs = torch.softmax(samples if weights is None else samples @ weights.mT, dim=-1)  # [S, ..., N, C]
-    if weights is None and not full:
-        return (probs * (1 - probs)).mean(0)
-    if weights is None:
-        second = torch.einsum("s...i,s...j->...ij", probs, probs) / len(probs)
-        return torch.diag_embed(probs.mean(0)) - second
-    first = probs @ weights  # W' p
-    if not full:
-        return (probs @ weights.square() - first.square()).mean(0)
-    second = torch.einsum("s...i,s...j->...ij", first, first) / len(probs)
-    return (weights.mT * probs.mean(0).unsqueeze(-2)) @ weights - second
+    first = probs if weights is None else probs @ weights  # W' p  [S, ..., N, T]
+    if full:
+        mean, second = probs.mean(0), torch.einsum("s...i,s...j->...ij", first, first) / len(probs)
+        return (torch.diag_embed(mean) if weights is None else (weights.mT * mean.unsqueeze(-2)) @ weights) - second
+    variance = probs * (1 - probs) if weights is None else probs @ weights.square() - first.square()
+    return variance.mean(0)
 
 
 def sampled_curvature(likelihood: Any, targets: Tensor, samples: Tensor, **kwargs: Any) -> Tensor:

@@ -48,6 +48,8 @@ def of_gpytorch(name: str) -> tuple[type, ...]:
     return (getattr(likelihoods, name),) if hasattr(likelihoods, name) else ()
 
 
+HADAMARD = of_gpytorch("HadamardGaussianLikelihood")
+
 _ONE_FUNCTION = Family("own", has_one_function=True)
 _FAMILIES: dict[type, Family] = {
     _MultitaskGaussianLikelihoodBase: Family("gaussian", is_gaussian_noise=True, is_log_concave=True),
@@ -74,23 +76,18 @@ def family(likelihood: Any) -> Family:
     changed: set[str] = set()
     for kind in type(likelihood).__mro__:
         if kind in _FAMILIES:
-            found = _changed(_FAMILIES[kind], changed)
-            declared = getattr(likelihood, "is_log_concave", None)
-            return found if declared is None else found._replace(is_log_concave=bool(declared))
+            break
         if not kind.__module__.startswith("gpytorch."):
             changed |= vars(kind).keys() & {"forward", "expected_log_prob"}
-    return Family()
-
-
-def _changed(known: Family, changed: set[str]) -> Family:
-    """A family of which a derived class has changed some methods."""
-    if not changed or known == _FAMILIES[_OneDimensionalLikelihood]:  # whose rule is one for any density
-        return known
-    expectation = "quadrature" if known.has_one_function else "samples"
-    if "expected_log_prob" in changed:
-        expectation = "own"
-    keeps_noise = known.is_gaussian_noise and "forward" not in changed
-    return Family(expectation, keeps_noise, False, known.has_one_function)
+    else:
+        return Family()
+    found = _FAMILIES[kind]
+    if changed and kind is not _OneDimensionalLikelihood:  # whose rule is one for any density
+        expectation = "own" if "expected_log_prob" in changed else "quadrature" if found.has_one_function else "samples"
+        keeps_noise = found.is_gaussian_noise and "forward" not in changed
+        found = Family(expectation, keeps_noise, False, found.has_one_function)
+    declared = getattr(likelihood, "is_log_concave", None)
+    return found if declared is None else found._replace(is_log_concave=bool(declared))
 
 
 def has_own_noise(likelihood: Any) -> bool:
@@ -108,14 +105,14 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
     :param kwargs: What the objective was called with; ``noise=`` gives the variances of the points of this batch, ``tasks=``
         the task of each of them for :class:`~gpytorch.likelihoods.HadamardGaussianLikelihood`.
     """
-    is_own = has_own_noise(likelihood)
-    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood) and not is_own:
-        return _fixed_noise(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, of_gpytorch("HadamardGaussianLikelihood")) and not is_own:
-        return _noise_of_tasks(likelihood, event_shape, **kwargs)
-    if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs and not is_own:
-        noise = likelihood.noise
-        return noise.reshape(*noise.shape[:-1], *[1] * len(event_shape))
+    if not has_own_noise(likelihood):
+        if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood):
+            return _fixed_noise(likelihood, event_shape, **kwargs)
+        if isinstance(likelihood, HADAMARD):
+            return _noise_of_tasks(likelihood, event_shape, **kwargs)
+        if isinstance(likelihood, likelihoods.GaussianLikelihood) and "noise" not in kwargs:
+            noise = likelihood.noise  # [..., 1]
+            return noise.reshape(*noise.shape[:-1], *[1] * len(event_shape))
     if isinstance(likelihood, _MultitaskGaussianLikelihoodBase) and getattr(likelihood, "rank", 0) > 0:
         raise TypeError(
             f"{type(likelihood).__name__} with rank > 0 correlates the noise of the tasks. GPyTorch's expected log "

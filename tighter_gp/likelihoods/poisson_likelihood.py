@@ -11,6 +11,8 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Poisson
 
+from ..maths.quadrature import leading
+
 # Steps of Newton's method for the best scale: enough for residual variances of some thousand.
 _NEWTON_STEPS = 16
 
@@ -69,8 +71,7 @@ class PoissonLikelihood(_OneDimensionalLikelihood):
                 curvature = mode.exp() + variance.reciprocal()
                 mode = mode + (observations - mode.exp() - (mode - mean) / variance) / curvature
             width = math.sqrt(2) * (mode.exp() + variance.reciprocal()).rsqrt()
-            rule = self.quadrature.locations, self.quadrature.weights
-            locations, weights = (values.to(mode).view(-1, *(1 for _ in mode.shape)) for values in rule)
+            locations, weights = (leading(part, mode) for part in (self.quadrature.locations, self.quadrature.weights))
             nodes = mode + width * locations
             log_weights = weights.log() + locations.square() + width.log()
         log_density = torch.distributions.Normal(mean, variance.sqrt()).log_prob(nodes)

@@ -12,7 +12,7 @@ from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from torch import Tensor
 
 from .bernoulli_logit_likelihood import BernoulliLogitLikelihood
-from .family import family, of_gpytorch
+from .family import HADAMARD, family, of_gpytorch
 from .poisson_likelihood import PoissonLikelihood
 
 _BINARY = (likelihoods.BernoulliLikelihood, BernoulliLogitLikelihood)
@@ -74,13 +74,12 @@ def check_shape(likelihood: Any, q: MultivariateNormal, y: Tensor) -> None:
     :param y: Targets, ``N``, ``N x T`` or one of these behind the batch shape.
     """
     is_softmax = isinstance(likelihood, likelihoods.SoftmaxLikelihood)
-    allowed = [q.event_shape[:1]] if is_softmax else [q.event_shape]
-    if len(q.event_shape) > 1 and not (
-        is_softmax or family(likelihood).has_one_function or family(likelihood).is_gaussian
-    ):
+    if y.shape == q.mean.shape and not is_softmax:  # nearly always
+        return
+    known, allowed = family(likelihood), [q.event_shape[:1]] if is_softmax else [q.event_shape]
+    if len(q.event_shape) > 1 and not (is_softmax or known.has_one_function or known.is_gaussian):
         allowed = [q.event_shape[:1], *allowed]
-    fits = y.shape == q.mean.shape and not is_softmax  # nearly always
-    if not fits and not any(_fits(y.shape, q.batch_shape, event_shape) for event_shape in allowed):
+    if not any(_fits(y.shape, q.batch_shape, event_shape) for event_shape in allowed):
         wanted = " or ".join(str(tuple(q.batch_shape + event_shape)) for event_shape in allowed)
         hint = "For a single output squeeze a trailing dimension of one."
         if is_softmax and y.shape[-1:] == (likelihood.num_classes,):
@@ -117,7 +116,7 @@ def check_arguments(likelihood: Any, names: Iterable[str]) -> None:
     if not type(likelihood).__module__.startswith(("gpytorch.", "tighter_gp.")):
         return
     known = "noise" if isinstance(likelihood, _GaussianLikelihoodBase) else None
-    if isinstance(likelihood, of_gpytorch("HadamardGaussianLikelihood")):
+    if isinstance(likelihood, HADAMARD):
         known = "tasks"
     for name in names:
         if name != known:

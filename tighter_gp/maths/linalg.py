@@ -28,6 +28,9 @@ __all__ = [
 _FIRST_RETRY_JITTER = {torch.float64: 1e-8, torch.float32: 1e-6}
 _MAX_TRIES = 7
 
+# A backend whose products are of reduced precision, the name of its switch, its exact value, and the one to restore.
+_Switch = tuple[Any, str, Any, Any]
+
 # Below this size a triangular matrix is inverted at once.
 _SMALL = 64
 
@@ -60,7 +63,9 @@ def cholesky(
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_meta or not (info.any() | ~factor.diagonal(dim1=-1, dim2=-2).isfinite().all()):
         return factor
-    _raise_if_not_finite(matrix, name)
+    num_bad = int((~torch.isfinite(matrix)).sum())
+    if num_bad:
+        raise torch.linalg.LinAlgError(f"{name} ({_describe(matrix)}) has {num_bad} NaN or infinite entries.")
     scale = mean_diagonal(matrix) if scale is None else scale
     jitter = _FIRST_RETRY_JITTER[matrix.dtype]
     added = torch.zeros_like(scale)
@@ -98,34 +103,27 @@ def _smallest_eigenvalue(matrix: Tensor) -> float:
         return math.nan
 
 
-def _reduced() -> list[tuple[Any, str, Any, Any]]:
-    """Backends whose float32 products are of reduced precision: their switch, exact, and to restore ("none": inherited)."""
-    settings: Any = torch.backends
-    if not hasattr(settings, "fp32_precision"):  # older versions of torch have one switch
-        matmul = settings.cuda.matmul
-        return [(matmul, "allow_tf32", False, True)] if matmul.allow_tf32 else []
-    common = settings.fp32_precision
-    backends = (settings.cuda.matmul, settings.mkldnn.matmul)
-    found = []
-    for backend in backends:
-        if backend.fp32_precision not in ("ieee", "none"):
-            before = "none" if backend.fp32_precision == common else backend.fp32_precision
-            found.append((backend, "fp32_precision", "ieee", before))
-    return found
-
-
 def full_precision(device_type: str) -> AbstractContextManager[None]:
     """No autocast and no reduced-precision matrix products: the residual is a small difference of large numbers.
 
     Works with both of torch's TF32 switches, the older and the newer, and leaves them as they were.
     """
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    switches = _reduced()
+    backends: Any = torch.backends
+    switches: list[_Switch] = []
+    if hasattr(backends, "fp32_precision"):
+        for backend in (backends.cuda.matmul, backends.mkldnn.matmul):
+            value = backend.fp32_precision
+            if value not in ("ieee", "none"):
+                before = "none" if value == backends.fp32_precision else value  # "none" is inherited
+                switches.append((backend, "fp32_precision", "ieee", before))
+    elif backends.cuda.matmul.allow_tf32:  # older versions of torch have one switch
+        switches = [(backends.cuda.matmul, "allow_tf32", False, True)]
     return _switched(device_type, switches) if has_autocast or switches else nullcontext()
 
 
 @contextmanager
-def _switched(device_type: str, switches: list[tuple[Any, str, Any, Any]]) -> Iterator[None]:
+def _switched(device_type: str, switches: list[_Switch]) -> Iterator[None]:
     with torch.autocast(device_type, enabled=False):
         for backend, switch, exact, _ in switches:
             setattr(backend, switch, exact)
@@ -134,12 +132,6 @@ def _switched(device_type: str, switches: list[tuple[Any, str, Any, Any]]) -> It
         finally:
             for backend, switch, _, before in switches:
                 setattr(backend, switch, before)
-
-
-def _raise_if_not_finite(matrix: Tensor, name: str) -> None:
-    bad = int((~torch.isfinite(matrix)).sum())
-    if bad:
-        raise torch.linalg.LinAlgError(f"{name} ({_describe(matrix)}) has {bad} NaN or infinite entries.")
 
 
 def _describe(matrix: Tensor) -> str:

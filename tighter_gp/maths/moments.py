@@ -144,16 +144,16 @@ def explained_moments(projection: Tensor, *parts: Whitened) -> tuple[Tensor, Ten
         >>> tighter_gp.maths.moments.explained_moments(torch.tensor([[1.0, 0.5], [0.0, 0.5]]), q, q)[0]
         tensor([2., 2.])
     """
-    rows = projection.split([q.mean.size(-1) for q in parts], dim=-2)  # one block of A per factor of q(w)
-    (mean, explained), *others = (
-        mean_and_explained(part, q.mean, q.root)
-        if q.root is not None
-        else (projected_mean(part, q), explained_variance(part, q))
-        for part, q in zip(rows, parts, strict=True)
-    )
-    for more_mean, more_explained in others:
-        mean, explained = mean + more_mean, explained + more_explained
-    return mean, explained
+    sizes = [q.mean.size(-1) for q in parts]
+    total: tuple[Tensor, Tensor] | None = None
+    for rows, q in zip(projection.split(sizes, dim=-2), parts, strict=True):  # a block of A per factor of q(w)
+        if q.root is not None:
+            found = mean_and_explained(rows, q.mean, q.root)
+        else:
+            found = projected_mean(rows, q), explained_variance(rows, q)
+        total = found if total is None else (total[0] + found[0], total[1] + found[1])
+    assert total is not None
+    return total
 
 
 def svgp_moments(chol: Tensor, cross: Tensor, prior_variance: Tensor, q: Whitened) -> Moments:

@@ -20,11 +20,12 @@ def log_prior(root: Any, batch_shape: torch.Size = torch.Size()) -> Tensor | flo
         any other for all of them in full.
     """
     total: Tensor | float = 0.0
-    distinct = {
-        (id(module), name.rpartition(".")[2]): (prior, module, closure)
-        for name, module, prior, closure, _ in root.named_priors()
-    }
-    for prior, module, closure in distinct.values():
+    seen: set[tuple[int, str]] = set()
+    for name, module, prior, closure, _ in root.named_priors():
+        key = id(module), name.rpartition(".")[2]
+        if key in seen:
+            continue
+        seen.add(key)
         value = prior.log_prob(closure(module))
         own = getattr(module, "batch_shape", None)
         if own is None:  # noise is ... x 1, the weights of a linear mean are ... x D x 1

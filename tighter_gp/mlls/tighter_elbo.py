@@ -20,9 +20,9 @@ from ..likelihoods.family import family, observed
 from ..likelihoods.targets import check_shape, check_targets
 from ..maths.bounds import scale_penalty
 from ..strategies import TighterStrategy
-from .data_terms import DataTerms, carrier_of, data_terms, no_closed_form
+from .data_terms import DataTerms, data_terms, no_closed_form
 from .priors import log_prior
-from .wrapped import wrapped_divergence
+from .wrapped import carrier_of, wrapped_divergence
 
 
 class ELBOTerms(NamedTuple):

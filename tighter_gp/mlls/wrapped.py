@@ -10,9 +10,32 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.variational import IndependentMultitaskVariationalStrategy, LMCVariationalStrategy
 from torch import Tensor
 
-from ..carrier import Carrier, find_carriers, replace_variance
+from ..carrier import Carrier, find_carriers, mixes_points, replace_variance
 from ..likelihoods.expectations import event_variance
 from ..strategies.base import divergence
+
+
+def carrier_of(q: Any) -> Carrier:
+    """The one carrier in q(f), or a clear error."""
+    if isinstance(q, MultivariateNormal) and isinstance(q.lazy_covariance_matrix, Carrier):  # nearly always
+        return q.lazy_covariance_matrix
+    if isinstance(q, Tensor):
+        raise TypeError(
+            "TighterELBO needs q(f), got a tensor: call mll(model(x), y), and for a latent-variable model use "
+            "tighter_gp.gplvm.LatentVariableELBO, as objective= of fit."
+        )
+    carriers = find_carriers(q.lazy_covariance_matrix) if isinstance(q, MultivariateNormal) else []
+    if len(carriers) != 1:
+        raise TypeError(
+            f"TighterELBO needs q(f) of one strategy as the model returns it, unsliced; this one carries {len(carriers)}."
+        )
+    if mixes_points(q.lazy_covariance_matrix):
+        raise TypeError(
+            "This q(f) mixes points, as sums over an area do: their variances depend on covariances between points, which a "
+            "tighter q(f|u) would change too. Use gpytorch.mlls.VariationalELBO for the standard bound, with conditional="
+            "'optimal'."
+        )
+    return carriers[0]
 
 
 def with_variance(q: MultivariateNormal, variance: Tensor) -> MultivariateNormal:
@@ -36,8 +59,6 @@ def pull_back(
 
     :param covariance: What the weights are for: the variances of q, or the covariances between its tasks.
     """
-    if q.lazy_covariance_matrix is carrier:
-        return weights
     with torch.enable_grad():
         probe = torch.zeros_like(carrier.residual, requires_grad=True)
         values = covariance(with_variance(q, probe))
@@ -47,8 +68,6 @@ def pull_back(
 
 def copied_dims(q: MultivariateNormal, carrier: Carrier) -> tuple[int, ...]:
     """The dimensions of the carrier's batch that a wrapper consumed and that hold copies of one function."""
-    if q.lazy_covariance_matrix is carrier:
-        return ()
     # The wrappers move the dimension they consume to the end of the carrier's batch.
     return tuple(dim for dim in range(len(q.batch_shape), len(carrier.batch_shape)) if carrier.copied[dim])
 

@@ -13,7 +13,6 @@ from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussia
 from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     BlockDiagLinearOperator,
-    BlockInterleavedLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
     KroneckerProductLinearOperator,
@@ -23,7 +22,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..data import input_rows
-from ..likelihoods.expectations import event_variance
+from ..likelihoods.expectations import correlates_tasks, event_variance
 from ..likelihoods.family import gaussian_noise, has_own_noise
 
 
@@ -81,11 +80,8 @@ class Marginals(NamedTuple):
 
 def marginals(q: MultivariateNormal) -> Marginals:
     """Those of q(f), ``... x N`` or ``... x N x T``; functions that are correlated keep their covariance."""
-    if not isinstance(q, MultitaskMultivariateNormal):
-        return Marginals(q.mean, event_variance(q))
-    by_task = BlockInterleavedLinearOperator if q._interleaved else BlockDiagLinearOperator  # a block per task
-    if isinstance(q.lazy_covariance_matrix, (by_task, DiagLinearOperator)):
-        return Marginals(q.mean, event_variance(q), None, True)
+    if not correlates_tasks(q):
+        return Marginals(q.mean, event_variance(q), None, isinstance(q, MultitaskMultivariateNormal))
     covariance = _within_points(q.lazy_covariance_matrix, q.event_shape, q._interleaved)
     return Marginals(q.mean, covariance.diagonal(dim1=-1, dim2=-2), covariance, True)
 

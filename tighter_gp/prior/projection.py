@@ -65,7 +65,7 @@ class Factor(NamedTuple):
     limit: Tensor | float | None
 
 
-class Prior:
+class Prior(NamedTuple):
     r"""The prior at the inducing points and at data.
 
     Kernel and projection are computed in the dtype of the inputs if that suffices: if :math:`64\, k\, \mathrm{eps}` is at most
@@ -81,17 +81,12 @@ class Prior:
     :param factor: The factor of the inducing points, if it is known; see :meth:`factorized`.
     """
 
-    def __init__(
-        self,
-        joint: Joint,
-        num_inducing: int,
-        jitter: float = 0.0,
-        noise: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        factor: Factor | None = None,
-    ) -> None:
-        self.joint, self.num_inducing, self.jitter = joint, num_inducing, jitter
-        self.noise, self.dtype, self.factor = noise, dtype, factor
+    joint: Joint
+    num_inducing: int
+    jitter: float = 0.0
+    noise: Tensor | None = None
+    dtype: torch.dtype | None = None
+    factor: Factor | None = None
 
     def __call__(self, x: Tensor, *, check: bool = True, **kwargs: Any) -> Projection:
         """The projection of some inputs.
@@ -119,7 +114,7 @@ class Prior:
         if not _passed(self._project(covar, factor, cross, ok)[2]):
             raise_if_not_finite(x)
             factor = self._wide_factor(covar)
-        return Prior(self.joint, self.num_inducing, self.jitter, self.noise, self.dtype, factor)
+        return self._replace(factor=factor)
 
     def covariance(self, x1: Tensor, x2: Tensor, dtype: torch.dtype) -> Tensor:
         """Prior covariance between two sets of inputs, ``... x N1 x N2``."""
@@ -143,14 +138,14 @@ class Prior:
         matrix = projection.matrix
         columns = matrix[..., sets].movedim(-2, 0)  # [K, ..., M, S]
         _, covar = self.joint(x)
-        if _is_kernel(covar):  # of what it sees, without the inducing points in each set
-            x = covar.x1[..., self.num_inducing :, :].to(matrix.dtype)
-        inputs = x.expand(*matrix.shape[:-2], *x.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
-        if not _is_kernel(covar):
-            return self.residual_covariance(inputs, inputs, columns, columns).movedim(0, -3)
-        every = slice(None)
-        covariance = kernels.covariance(covar.kernel, inputs, every, every, is_selected=True)  # [K, ..., S, S]
-        return (covariance - columns.mT @ columns).movedim(0, -3)
+        is_kernel = _is_kernel(covar)  # of what it sees, without the inducing points in each set
+        inputs = covar.x1[..., self.num_inducing :, :].to(matrix.dtype) if is_kernel else x
+        inputs = inputs.expand(*matrix.shape[:-2], *inputs.shape[-2:])[..., sets, :].movedim(-3, 0)  # [K, ..., S, D]
+        if is_kernel:
+            covariance = kernels.covariance(covar.kernel, inputs, slice(None), slice(None), is_selected=True)
+        else:
+            covariance = self.covariance(inputs, inputs, matrix.dtype)
+        return (covariance - columns.mT @ columns).movedim(0, -3)  # [..., K, S, S]
 
     # ---- precision --------------------------------------------------------------------------------------------------
 

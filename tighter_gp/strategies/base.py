@@ -138,8 +138,10 @@ class TighterStrategy(VariationalStrategy):
 
         def joint(x: Tensor, **kwargs: Any) -> tuple[Tensor, LinearOperator]:
             batch = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
-            inputs = [part.expand(*batch, *part.shape[-2:]) for part in (points, x)]  # [..., M, D] and [..., B, D]
-            prior = self.model.forward(torch.cat(inputs, dim=-2), **kwargs)  # at Z and x together, M + B points
+            first, second = points.expand(*batch, -1, -1), x.expand(*batch, -1, -1)  # [..., M, D] and [..., B, D]
+            prior = self.model.forward(
+                torch.cat([first, second], dim=-2), **kwargs
+            )  # at Z and x together, M + B points
             return prior.mean[..., points.size(-2) :], prior.lazy_covariance_matrix
 
         if dtype is None and self.conditional.needs_double and self.training:
@@ -203,7 +205,7 @@ class TighterStrategy(VariationalStrategy):
     ) -> MultivariateNormal:
         r"""From (prior mean, A, d) and q(w) to q(f), whose covariance carries :math:`(s, d)`."""
         points = self.prior()(x, **kwargs) if projection is None else projection  # A is [..., M, B]
-        q = [part.to(points.matrix.dtype) for part in self.q()]
+        q = [whitened(factor).to(points.matrix.dtype) for factor in self.distributions]
         mean, explained = explained_moments(points.matrix, *q)  # A'm and s  [..., B]
         origin = Origin(self, x, index, points, mean, explained, q)
         dtype = points.mean.dtype
@@ -214,8 +216,8 @@ class TighterStrategy(VariationalStrategy):
         )  # of all functions of the batch
         conditional, kept, learned = self.conditional, residual, []
         if conditional.is_learned and (self.training or index is not None or not conditional.needs_index):
-            choose = conditional.scale, conditional.penalty
-            learned = [function(residual, index=index).expand_as(residual) for function in choose]
+            scale, penalty = conditional.scale(residual, index=index), conditional.penalty(residual, index=index)
+            learned = [scale.expand_as(residual), penalty.expand_as(residual)]
             kept = learned[0] * residual if self.training else residual  # m_n d_n
         shape, jitter = (*location.shape, x.size(-2)), self.jitter_val
         whole = lambda: self._covariance(x, points, q, jitter, **kwargs).expand(shape)  # [..., B, B]

@@ -75,8 +75,7 @@ def set_distribution(distribution: _VariationalDistribution, mean: Tensor, preci
         if isinstance(distribution, NaturalVariationalDistribution):
             distribution.natural_mat.copy_(-0.5 * precision)
         else:
-            # A lower matrix C with C'C = P.
-            distribution.natural_tril_mat.copy_(reversed_factor(precision)[0])
+            distribution.natural_tril_mat.copy_(reversed_factor(precision)[0])  # a lower matrix C with C'C = P
         return
     factor = cholesky(precision, name="precision of q(u)")
     covar = DenseLinearOperator(torch.cholesky_inverse(factor))
