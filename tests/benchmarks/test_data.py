@@ -17,11 +17,7 @@ import torch
 from benchmarks import data
 from benchmarks.errors import UserError
 from benchmarks.registry import FILES, PAPER, PARTS, SHAPES
-from tests.benchmarks.support import (
-    SHARED,
-    needs_data,
-    own_set,
-)
+from tests.benchmarks.support import SHARED, needs_data, own_set
 
 
 def test_every_registered_set_has_its_files_and_every_file_a_checksum():

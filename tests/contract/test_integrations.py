@@ -50,14 +50,7 @@ def two_tasks(z):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "make",
-    [
-        make_gp,
-        solve_gp,
-        two_tasks,
-    ],
-)
+@pytest.mark.parametrize("make", [make_gp, solve_gp, two_tasks])
 def test_model_is_traced_saved_and_loaded(make, dtype, tmp_path):
     torch.set_default_dtype(dtype)
     x, y = data(dtype)

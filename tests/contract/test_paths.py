@@ -82,9 +82,7 @@ MODELS = {
     "BoTorch's on SOLVE-GP": lambda dtype: botorch_model(
         dtype,
         functools.partial(
-            SOLVE,
-            orthogonal_points=points(4, 4).to(dtype),
-            orthogonal_distribution=CholeskyVariationalDistribution(4),
+            SOLVE, orthogonal_points=points(4, 4).to(dtype), orthogonal_distribution=CholeskyVariationalDistribution(4)
         ),
     ),
     "SOLVE-GP": solve_gp,
@@ -105,10 +103,7 @@ def test_moments_of_ten_thousand_paths_are_those_of_the_model(kind, dtype):
         # Features of the prior are drawn anew in each round, so that their error is part of the spread.
         values = torch.stack([draw_matheron_paths(model, torch.Size([PATHS]))(x) for _ in range(ROUNDS)]).double()
     values = values.reshape(ROUNDS, PATHS, len(x))
-    for statistic, expected in (
-        (values.mean(1), q.mean),
-        ((values - q.mean.double()).square().mean(1), q.variance),
-    ):
+    for statistic, expected in ((values.mean(1), q.mean), ((values - q.mean.double()).square().mean(1), q.variance)):
         error = statistic.std(0) / ROUNDS**0.5
         assert ((statistic.mean(0) - expected.double()).abs() < 3 * error).all()
 

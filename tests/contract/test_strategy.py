@@ -7,15 +7,9 @@ import warnings
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import (
-    RBFKernel,
-)
+from gpytorch.kernels import RBFKernel
 from gpytorch.mlls import VariationalELBO
-from gpytorch.variational import (
-    CholeskyVariationalDistribution,
-    NaturalVariationalDistribution,
-    VariationalStrategy,
-)
+from gpytorch.variational import CholeskyVariationalDistribution, NaturalVariationalDistribution, VariationalStrategy
 from linear_operator import to_linear_operator
 from packaging.version import Version
 

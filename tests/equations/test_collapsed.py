@@ -7,14 +7,7 @@ import copy
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import (
-    MaternKernel,
-    PeriodicKernel,
-    PiecewisePolynomialKernel,
-    RBFKernel,
-    RQKernel,
-    ScaleKernel,
-)
+from gpytorch.kernels import MaternKernel, PeriodicKernel, PiecewisePolynomialKernel, RBFKernel, RQKernel, ScaleKernel
 
 import tighter_gp
 from tests.tools import dense
@@ -249,13 +242,7 @@ def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(d
     assert model.bound().item() == pytest.approx(prior.log_prob(y.double()).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        PeriodicKernel,
-        lambda: PiecewisePolynomialKernel(q=0),
-    ],
-)
+@pytest.mark.parametrize("make", [PeriodicKernel, lambda: PiecewisePolynomialKernel(q=0)])
 def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
     values, slopes = {}, {}
     for dtype in (torch.float64, torch.float32):

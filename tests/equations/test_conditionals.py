@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from tighter_gp import PerPoint
-from tighter_gp.conditionals import (
-    BetaConditional,
-    Conditional,
-    ScalarConditional,
-    make_conditional,
-)
+from tighter_gp.conditionals import BetaConditional, Conditional, ScalarConditional, make_conditional
 from tighter_gp.maths import bounds
 
 N = 7

@@ -35,11 +35,7 @@ def projection_of(p: dense.Problem) -> torch.Tensor:
 def dense_moments(Kuu, Kuf, prior_variance, mean, covariance):
     """From q(u) = N(L m, L S L') and p(f|u), with inverses."""
     L, W = torch.linalg.cholesky(Kuu), torch.linalg.inv(Kuu) @ Kuf
-    return (
-        W.T @ (L @ mean),
-        (W.T @ (L @ covariance @ L.T) @ W).diagonal(),
-        prior_variance - (Kuf.T @ W).diagonal(),
-    )
+    return (W.T @ (L @ mean), (W.T @ (L @ covariance @ L.T) @ W).diagonal(), prior_variance - (Kuf.T @ W).diagonal())
 
 
 @pytest.mark.parametrize("form", FORMS)

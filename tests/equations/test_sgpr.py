@@ -7,12 +7,7 @@ import threading
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import (
-    InducingPointKernel,
-    LinearKernel,
-    RBFKernel,
-    ScaleKernel,
-)
+from gpytorch.kernels import InducingPointKernel, LinearKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import MultitaskGaussianLikelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from packaging.version import Version

@@ -12,10 +12,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.mlls import VariationalELBO
-from gpytorch.variational import (
-    CholeskyVariationalDistribution,
-    MeanFieldVariationalDistribution,
-)
+from gpytorch.variational import CholeskyVariationalDistribution, MeanFieldVariationalDistribution
 
 import tighter_gp
 from tests.tools import dense

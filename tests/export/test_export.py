@@ -163,8 +163,7 @@ def test_collapsed_models(noise):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "likelihood",
-    [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood, likelihoods.PoissonLikelihood],
+    "likelihood", [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood, likelihoods.PoissonLikelihood]
 )
 def test_onnxruntime(likelihood, dtype, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -81,11 +81,7 @@ CONTINUOUS = {
 COUNTS = {
     "poisson-exp": (PoissonLikelihood, lambda f: stats.poisson(np.exp(f)), [0, 3, 5, 11, 12]),
     "poisson-softplus": (likelihoods.PoissonLikelihood, lambda f: stats.poisson(softplus(f)), [0, 3, 1, 8, 2]),
-    "negative-binomial": (
-        negative_binomial,
-        lambda f: stats.nbinom(softplus(f) * 0.4 / 0.6, 0.4),
-        [0, 3, 1, 8, 2],
-    ),
+    "negative-binomial": (negative_binomial, lambda f: stats.nbinom(softplus(f) * 0.4 / 0.6, 0.4), [0, 3, 1, 8, 2]),
     "negative-binomial-failures": (
         lambda: negative_binomial(True),
         lambda f: stats.nbinom(softplus(f), 0.4),

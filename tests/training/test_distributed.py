@@ -25,10 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 N, M, D = 23, 5, 2
 # Rows of the batches of two loaders, of which one gets more than the other.
-PARTS = [
-    [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13]],
-    [[14, 15], [16, 17, 18], [19, 20, 21, 22]],
-]
+PARTS = [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13]], [[14, 15], [16, 17, 18], [19, 20, 21, 22]]]
 
 
 def data():
