@@ -169,20 +169,6 @@ def test_seeds_spread_more_than_random_rows():
     assert seeded < 0.9 * drawn
 
 
-def test_an_empty_cell_is_seeded_again():
-    x = inputs()
-    start = torch.cat([x[:3], torch.full((4, 3), 1e3)])  # four centres that no point is nearest to
-    points = inducing._lloyd(x, start, 50, 100, 0.0)
-    assert torch.bincount(inducing.nearest(x, points), minlength=7).min() > 0
-
-
-def test_empty_cells_are_seeded_at_the_rows_farthest_from_all_centres():
-    x = torch.tensor([[0.0], [0.0], [1.0], [10.0], [10.0], [-7.0]])
-    points = torch.tensor([[0.0], [99.0], [98.0]])
-    inducing._reseed(points, torch.tensor([False, True, True]), x, 4)
-    assert points.flatten().tolist() == [0.0, 10.0, -7.0]
-
-
 # -- greedy conditional variance ----------------------------------------------------------------------------------------
 
 

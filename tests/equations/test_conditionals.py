@@ -156,12 +156,3 @@ def test_a_conditional_of_your_own_is_taken(residual):
     conditional = make_conditional(Half(), torch.Size([3]), torch.zeros(()))
     assert conditional.is_learned
     torch.testing.assert_close(conditional.penalty(residual), price(torch.full((N,), 0.5)), rtol=1e-12, atol=0)
-
-
-def test_a_beta_remembers_where_it_started():
-    constraint = gpytorch.constraints.GreaterThan(2.0, initial_value=3.0)
-    conditional = BetaConditional(beta_constraint=constraint)
-    start = conditional.raw_beta.item()
-    assert start != 0.0
-    conditional.beta = 5.0
-    assert conditional.first_raw_beta == start != conditional.raw_beta.item()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import gpytorch
 import pytest
 import torch
@@ -222,16 +220,3 @@ def test_missing_targets_have_no_say_in_the_optimum(policy):
         set_optimal_q(other, likelihood, P.x, torch.where(seen, P.y, torch.tensor(float("nan"))), 5)
     for name, value in one.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-9, atol=1e-11)
-
-
-def test_a_float32_model_has_the_bound_of_its_float64_copy_where_inducing_points_nearly_coincide_and_noise_is_tiny():
-    torch.manual_seed(0)
-    x = torch.rand(60, 1)
-    y, z = torch.sin(20 * x[:, 0]).float(), torch.cat([x[:8], x[:8] + 1e-4])
-    x, likelihood = x.float(), make_noise(1e-6).float()
-    model = make_gp(z, make_kernel("rbf", 1.0, torch.tensor([0.1])), jitter_val=1e-4).float()
-    tighter_gp.set_optimal_q(model, likelihood, x, y)
-    value = tighter_gp.evaluate_bound(model, likelihood, x, y)
-    copies = copy.deepcopy(model).double(), copy.deepcopy(likelihood).double()
-    expected = tighter_gp.evaluate_bound(*copies, x.double(), y.double())
-    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=0)

@@ -84,27 +84,3 @@ def test_optimal_q_is_the_whitened_posterior_of_the_inducing_variables(hetero):
     mean, covariance = dense.optimal_q(p)
     torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)
-
-
-def test_no_other_q_has_a_higher_bound():
-    p = dense.problem(hetero=True)
-    q, scale = moments.optimal_whitened(projection_of(p), p.y, p.noise), 0.05 + 0.9 * torch.rand(17)
-    best = dense.uncollapsed(p, q.mean, q.root @ q.root.mT, scale)
-    for size in (1e-3, 1e-1, 1.0):
-        for _ in range(5):
-            root = q.root + size * torch.randn(5, 5)
-            assert dense.uncollapsed(p, q.mean + size * torch.randn(5), root @ root.mT, scale) < best
-
-
-def test_optimal_q_can_be_gathered_in_chunks():
-    p = dense.problem(hetero=True)
-    A = projection_of(p)
-    gram, linear = torch.zeros(5, 5), torch.zeros(5)
-    for rows in (slice(0, 6), slice(6, 7), slice(7, 17)):
-        weights = torch.diag(1 / p.noise[rows])
-        gram += A[:, rows] @ weights @ A[:, rows].T
-        linear += A[:, rows] @ weights @ p.y[rows]
-    mean, covariance = dense.optimal_q(p)
-    q = moments.whitened_from_gram(gram, linear)
-    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)

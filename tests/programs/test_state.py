@@ -307,17 +307,3 @@ def test_every_parameter_changed_in_eval_mode_changes_the_prediction_at_once(kin
         before = found
     # All but what has no part in a prediction: the conditional of a strategy, the latents and the noise of some.
     assert changed >= len(list(module.parameters())) - 2
-
-
-@pytest.mark.parametrize("kind", [TSVGP, Beta, SolveGP])
-def test_two_backward_passes_in_eval_mode(kind):
-    module = kind().eval()
-    parameters = [*module.model.covar_module.parameters(), module.model.variational_strategy.inducing_points]
-    gradients = []
-    for _ in range(2):
-        mean, variance = module.predict()
-        gradients.append(torch.autograd.grad(mean.sin().sum() + variance.log().sum(), parameters))
-    assert_equal(*gradients)
-    predicted(module)  # without a graph, which must not be what the next pass gets
-    mean, variance = module.predict()
-    assert_equal(torch.autograd.grad(mean.sin().sum() + variance.log().sum(), parameters), gradients[0])
