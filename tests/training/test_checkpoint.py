@@ -26,7 +26,6 @@ from tests.training.problems import (
     N,
     collapsed,
     data,
-    interrupt_at,
     parameters,
     problem,
     same,
@@ -42,6 +41,12 @@ def softmax():
     return model, model.likelihood
 
 
+def with_prior():
+    model, likelihood = problem()
+    model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
+    return model, likelihood
+
+
 LABELS = (data()[1] > 0).long() + (data()[1] > 0.7).long()
 
 CASES = {
@@ -53,6 +58,7 @@ CASES = {
     "early stopping": (problem, {"validation": data(19), "patience": 50, "lr": 0.3}),
     "drawn": (softmax, {"y": LABELS}),
     "lbfgs": (collapsed, {}),
+    "prior": (with_prior, {}),
 }
 
 
@@ -214,10 +220,7 @@ def test_a_run_that_ended_with_its_best_parameters_is_prolonged_from_its_last_on
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"batch_size": 20}, "batch_size was 16 and is 20"),
         ({"lr": 0.1}, "recipe was .*lr=None.* and is .*lr=0.1"),
-        (
-            {"recipe": Recipe(schedule=lambda done: 1 - done)},
-            "recipe was .*schedule=1, 1, .* and is .*schedule=1, 0.75",
-        ),
+        ({"recipe": Recipe(schedule=lambda done: 1 - done)}, "schedule=1, 1, .* and is .*schedule=1, 0.75"),
         ({"validation": (data(9)[0] + 1, data(9)[1])}, "held-out data was"),
         ({"x": data()[0] + 1}, "data was"),
         ({"kernel": "matern52"}, "model.covar_module.base_kernel was RBFKernel .* and is MaternKernel"),
@@ -312,17 +315,3 @@ def test_parameters_of_the_objective_are_saved_and_restored(tmp_path):
     path = tmp_path / "run.pt"
     fit(*problem(), *data(), steps=3, checkpoint=path, **options)
     assert fit(*problem(), *data(), steps=6, checkpoint=path, resume=True, **options).loss == whole
-
-
-def test_priors_and_constraints_come_back(tmp_path):
-    def make():
-        model, likelihood = problem()
-        model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
-        return model, likelihood
-
-    path = tmp_path / "run.pt"
-    whole = fit(*make(), *data(), steps=6).loss
-    options = {"steps": 6, "checkpoint": path, "recipe": Recipe(checkpoint_every=2)}
-    with pytest.raises(Interrupted):
-        fit(*make(), *data(), callbacks=[interrupt_at(4)], **options)
-    assert fit(*make(), *data(), resume=True, **options).loss == whole
