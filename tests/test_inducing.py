@@ -100,14 +100,6 @@ def test_no_array_grows_beyond_the_data_and_one_chunk(method):
     assert seen.largest <= (n * m if method == "greedy" else n * dim)
 
 
-def test_the_memory_of_kmeans_does_not_grow_with_the_number_of_centres():
-    x = inputs(6_007, 2)
-    for m in (5, 20):
-        with LargestOutput() as seen:
-            inducing.kmeans(x, m, chunk_size=200, max_iter=3)
-        assert seen.largest == x.numel()
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("method", METHODS)
 def test_points_stay_on_the_device_of_x(method, accelerator):
@@ -273,14 +265,6 @@ def test_split_gives_every_point_once():
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------------
-
-
-def test_botorch_allocators_are_accepted():
-    allocators = pytest.importorskip("botorch.models.utils.inducing_point_allocators")
-    x = inputs(61)
-    points = inducing.allocate(x, 13, allocators.GreedyVarianceReduction(), kernel=kernel())
-    assert points.shape == (13, 3)
-    assert rows(points) <= rows(x)
 
 
 def test_our_greedy_points_are_those_of_botorch_from_the_same_start():

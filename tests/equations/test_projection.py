@@ -189,12 +189,6 @@ def test_points_that_coincide_are_factorised_with_a_jitter_of_their_scale():
     assert float(found.residual.detach().max()) < 1e6 * 1e-5
 
 
-def test_inputs_that_are_not_finite():
-    model = model_of(kernels.RBFKernel(), torch.randn(M, 2))
-    with pytest.raises(ValueError, match="NaN or infinity in 1 of 3 rows"):
-        model(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [1.0, 1.0]]))
-
-
 def test_a_projection_that_is_known_is_taken_as_it_is():
     torch.manual_seed(0)
     model, x = model_of(kernels.RBFKernel(), torch.randn(M, D)), torch.randn(B, D)

@@ -260,16 +260,6 @@ def test_fit_trains_it_with_missing_entries():
     assert LatentVariableELBO(model.likelihood, model, len(y)).evaluate(y) > before + 1
 
 
-def test_model_moves_after_construction_prior_included():
-    toy = Toy()
-    model = toy.model().float()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    value = toy.elbo(model).at(toy.x.float(), model.latents.q(), toy.y.float()).bound
-    assert value.dtype == torch.float32
-    q_x = toy.model().latents.q()
-    close(value.double(), toy.elbo().at(toy.x, q_x, toy.y).bound, 1e-4)
-
-
 @pytest.mark.parametrize("kind", ["StudentTLikelihood", "LaplaceLikelihood"])
 def test_densities_and_reconstructions_of_a_gplvm_are_those_of_its_likelihood(kind):
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from gpytorch.variational import (
 )
 
 import tighter_gp
-from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
+from tests.tools.factories import GP, make_gp, make_noise
 from tests.tools.support import LargestOutput, assert_state, randomize_q, state
 
 N, M, D, T = 13, 5, 2, 3
@@ -173,25 +173,6 @@ def test_deep_gp_is_the_model_at_the_same_draws(output_dims, strategy):
     assert q.mean.shape == (7, N) + (() if output_dims is None else (T,))
     torch.testing.assert_close(q.mean, expected.mean, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(q.variance, expected.variance, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_collapsed_models(ours):
-    x, kernel = points(20, seed=6), gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-    y, z = torch.sin(5 * x[:, 0]), points(M, seed=3)
-    if ours:
-        model = CollapsedGP(x, y, z, kernel, make_noise(0.05), 0.2)
-    else:
-        mean = gpytorch.means.ConstantMean()
-        mean.initialize(constant=0.2)
-        model = tighter_gp.CollapsedGP(x, y, z, kernel, make_noise(0.05), mean)
-    q = tighter_gp.predict(model, points(), batch_size=4)
-    k = lambda a, b: kernel(a, b).to_dense().detach()
-    K, inverse = k(z, z), torch.linalg.inv(k(z, z) + k(z, x) @ k(x, z) / 0.05)
-    mean = 0.2 + k(points(), z) @ inverse @ k(z, x) @ (y - 0.2) / 0.05
-    variance = k(points(), points()) - k(points(), z) @ (torch.linalg.inv(K) - inverse) @ k(z, points())
-    torch.testing.assert_close(q.mean, mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(q.variance, variance.diagonal(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["one output", "independent tasks", "mixed tasks", "one output of GPyTorch"])
