@@ -100,15 +100,6 @@ def test_no_array_grows_beyond_the_data_and_one_chunk(method):
     assert seen.largest <= (n * m if method == "greedy" else n * dim)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("method", METHODS)
-def test_points_stay_on_the_device_of_x(method, accelerator):
-    x = inputs().to(accelerator)
-    points = inducing.allocate(x, 19, method, kernel=kernel().to(accelerator))
-    assert points.device == x.device
-    assert inducing.median_lengthscale(x).device == x.device
-
-
 def test_the_points_have_no_graph():
     x = inputs().requires_grad_()
     for method in METHODS:

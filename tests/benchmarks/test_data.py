@@ -30,21 +30,6 @@ def test_every_registered_set_has_its_files_and_every_file_a_checksum():
         assert source.url.startswith("https://")
 
 
-def test_a_git_blob_id_is_that_of_git(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"hello\n")
-    assert data._checksum(path, "git") == "git:ce013625030ba8dba906f756967f9e9ca394464a"
-
-
-def test_a_content_checksum_does_not_depend_on_the_compression(tmp_path):
-    found = set()
-    for level in (1, 9):
-        path = tmp_path / f"{level}.gz"
-        path.write_bytes(gzip.compress(b"digits" * 1000, level))
-        found.add(data._checksum(path, "content"))
-    assert found == {f"content:{hashlib.sha256(b'digits' * 1000).hexdigest()}"}
-
-
 @needs_data
 @pytest.mark.parametrize("damage", ["corrupt", "truncated"])
 def test_a_damaged_file_is_named_with_its_checksum(tmp_path, damage):

@@ -1,4 +1,4 @@
-"""Programs that others wrote: GPyTorch's TorchScript notebook, skorch's estimators, a Lightning module."""
+"""Programs that others wrote: GPyTorch's TorchScript notebook, skorch's estimators."""
 
 from __future__ import annotations
 
@@ -123,15 +123,3 @@ def test_gp_binary_classifier_of_skorch():
     )
     estimator.fit(x.numpy(), labels)  # scores its validation set in eval mode
     assert (estimator.predict(x.numpy()) == labels).mean() > 0.9
-
-
-# -- Lightning ----------------------------------------------------------------------------------------------------------
-
-
-def test_loss_of_a_model_in_eval_mode_is_that_of_training():
-    """What both of them ask of a validation step."""
-    x, y = data(torch.float64)
-    model, likelihood = make_gp(x[:: N // M], jitter_val=1e-6), gpytorch.likelihoods.GaussianLikelihood()
-    mll = tighter_gp.TighterELBO(likelihood, model, N)
-    trained = mll(model(x), y)
-    torch.testing.assert_close(mll(model.eval()(x), y), trained)

@@ -75,10 +75,6 @@ def test_prior_mode_is_the_prior():
 # -- caches -------------------------------------------------------------------------------------------------------------
 
 
-def change_outputscale(model):
-    model.covar_module.outputscale = 2.3
-
-
 def gradients(model, x):
     """Of a function of mean and covariance, with respect to x and to every parameter that takes part."""
     x = x.clone().requires_grad_()
@@ -109,7 +105,7 @@ def test_backward_passes_in_eval_mode_can_be_repeated(form, frozen):
 @FORMS
 def test_state_dicts_of_svgp_load_strictly_both_ways(form):
     model, stock = gp(form), gp(form, VariationalStrategy, seed=3)
-    change_outputscale(stock)
+    stock.covar_module.outputscale = 2.3
     model.load_state_dict(stock.state_dict(), strict=True)
     assert_equal(prediction(model.eval()), prediction(stock.eval()))
     other = gp(form, VariationalStrategy, seed=4)

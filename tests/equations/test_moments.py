@@ -75,12 +75,3 @@ def test_svgp_moments_have_the_gradients_of_the_unwhitened_marginals(form):
 
 
 # ---- The optimal q(w) -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hetero", [False, True])
-def test_optimal_q_is_the_whitened_posterior_of_the_inducing_variables(hetero):
-    p = dense.problem(hetero=hetero)
-    q = moments.optimal_whitened(projection_of(p), p.y, p.noise)
-    mean, covariance = dense.optimal_q(p)
-    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)

@@ -42,14 +42,6 @@ def test_closed_form_is_the_dense_one(hetero):
     torch.testing.assert_close(tight, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
 
 
-def test_closed_form_is_the_bound_at_the_optimal_q():
-    j = Joint(3, hetero=True)
-    H = j.projection()
-    q_u, q_v = solve_gp.optimal_solve_gp_whitened(H, j.p.y, j.p.noise, MU)
-    value = j.uncollapsed((q_u.mean, q_u.root), (q_v.mean, q_v.root), None)
-    torch.testing.assert_close(value, j.collapsed(logarithm), rtol=1e-10, atol=0.0)
-
-
 @pytest.mark.parametrize("kind_v", DISTRIBUTIONS)
 @pytest.mark.parametrize("kind_u", [CholeskyVariationalDistribution, MeanFieldVariationalDistribution])
 def test_set_optimal_q_is_stationary_for_every_form(kind_u, kind_v):

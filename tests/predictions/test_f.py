@@ -6,8 +6,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
     IndependentMultitaskVariationalStrategy,
@@ -16,6 +15,7 @@ from gpytorch.variational import (
 )
 
 import tighter_gp
+from tests.equations.test_deep_gp import two_layers
 from tests.tools.factories import GP, make_gp, make_noise
 from tests.tools.support import LargestOutput, assert_state, randomize_q, state
 
@@ -55,29 +55,6 @@ def multitask(wrapper, strategy=TIGHTER, num_latents=2):
 def solve_gp():
     q = [CholeskyVariationalDistribution(M), CholeskyVariationalDistribution(3)]
     return GP(lambda model: SOLVE(model, points(M, seed=3), points(3, seed=4), *q), mean=0.4)
-
-
-class Layer(DeepGPLayer):
-    def __init__(self, input_dims, output_dims, strategy):
-        shape = torch.Size([] if output_dims is None else [output_dims])
-        q = CholeskyVariationalDistribution(M, batch_shape=shape)
-        z = torch.randn(*shape, M, input_dims, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        super().__init__(strategy(self, z, q), input_dims, output_dims)
-        self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
-        kernel = gpytorch.kernels.RBFKernel(batch_shape=shape)
-        self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=shape)
-
-    def forward(self, x):
-        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-class Deep(DeepGP):
-    def __init__(self, output_dims=None, strategy=TIGHTER):
-        super().__init__()
-        self.first, self.last = Layer(D, 2, strategy), Layer(2, output_dims, strategy)
-
-    def forward(self, x):
-        return self.last(self.first(x))
 
 
 class Extracted(GP):
@@ -165,7 +142,7 @@ def test_nothing_is_left_behind(kind):
 @pytest.mark.parametrize("output_dims", [None, T])
 @pytest.mark.parametrize("strategy", [TIGHTER, VariationalStrategy])
 def test_deep_gp_is_the_model_at_the_same_draws(output_dims, strategy):
-    model, x = shake(Deep(output_dims, strategy)), points()
+    model, x = two_layers(num_outputs=output_dims, kind=strategy).eval(), points(dim=3)
     q = tighter_gp.predict(model, x, num_samples=7, seed=3)
     with torch.random.fork_rng([]), torch.no_grad(), gpytorch.settings.num_likelihood_samples(7):
         torch.manual_seed(3)

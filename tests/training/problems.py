@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import gpytorch
 import torch
 from linear_operator.utils.errors import NotPSDError
 
@@ -34,14 +33,6 @@ def parameters(*modules):
 
 class Interrupted(Exception):
     pass
-
-
-def interrupt_at(step: int):
-    def callback(state):
-        if state.step == step:
-            raise Interrupted
-
-    return callback
 
 
 def collapsed():
@@ -92,22 +83,6 @@ def state(*modules):
 
 def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def svgp():
-    """A model whose score is computed in chunks of ``model(x)``."""
-    x, _ = data()
-
-    class SVGP(gpytorch.models.ApproximateGP):
-        def __init__(self):
-            q = gpytorch.variational.CholeskyVariationalDistribution(M)
-            super().__init__(gpytorch.variational.VariationalStrategy(self, x[:M].clone(), q))
-            self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), gpytorch.kernels.RBFKernel()
-
-        def forward(self, x):
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-    return SVGP(), make_noise(0.2)
 
 
 def per_point():

@@ -18,19 +18,7 @@ from gpytorch.variational import MeanFieldVariationalDistribution, NaturalVariat
 
 import tighter_gp
 from tests.tools.factories import make_gp, make_kernel, make_noise
-from tests.training.problems import (
-    Count,
-    D,
-    Interrupted,
-    M,
-    N,
-    collapsed,
-    data,
-    parameters,
-    problem,
-    same,
-    state,
-)
+from tests.training.problems import Count, D, Interrupted, M, N, collapsed, data, parameters, problem, same, state
 from tighter_gp import Recipe, fit
 from tighter_gp.training.checkpoint import save
 

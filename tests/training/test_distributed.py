@@ -227,15 +227,7 @@ def test_torchrun_needs_no_more_than_fit(tmp_path):
         "found = run(*problem())\n"
         "torch.save(found, sys.argv[1] + __import__('os').environ['RANK'])\n"
     )
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(program),
-        str(tmp_path / "out"),
-    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), str(tmp_path / "out")]
     environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", *launch], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
