@@ -12,7 +12,7 @@ import torch
 from gpytorch import kernels, likelihoods, means
 
 import tighter_gp
-from tests.equations.test_wrappers import make_model
+from tests.equations.test_wrappers import independent, make_model
 from tests.tools import dense
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
 from tests.tools.solve_gp import make_solve_gp
@@ -225,18 +225,13 @@ class Squared(kernels.RBFKernel):
     """Not a common kernel, though it looks like one."""
 
 
-def svgp_of_tasks():
-    wrap = lambda s: gpytorch.variational.IndependentMultitaskVariationalStrategy(s, num_tasks=3)
-    return make_model(wrap, (3,))
-
-
 REFUSED = {
     "kernel": (lambda: svgp(kernels.PeriodicKernel()), make_noise(0.3), "does not know PeriodicKernel"),
     "derived kernel": (lambda: svgp(kernels.ScaleKernel(Squared())), make_noise(0.3), "does not know Squared"),
     "noise": (svgp, make_noise(torch.full((5,), 0.2)), "does not know FixedNoiseGaussianLikelihood"),
     "classes": (svgp, likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False), "does not know Softmax"),
     "mean": (lambda: svgp(mean=Quadratic()), make_noise(0.3), "a zero, constant or linear mean"),
-    "tasks": (svgp_of_tasks, make_noise(0.3), "not wrapped for several tasks"),
+    "tasks": (lambda: make_model(independent(), (3,)), make_noise(0.3), "not wrapped for several tasks"),
 }
 
 

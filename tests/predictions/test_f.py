@@ -17,6 +17,7 @@ from gpytorch.variational import (
 import tighter_gp
 from tests.equations.test_deep_gp import two_layers
 from tests.tools.factories import GP, make_gp, make_noise
+from tests.tools.solve_gp import make_solve_gp
 from tests.tools.support import LargestOutput, assert_state, randomize_q, state
 
 N, M, D, T = 13, 5, 2, 3
@@ -52,11 +53,6 @@ def multitask(wrapper, strategy=TIGHTER, num_latents=2):
     return GP(make, batch_kernel(size), 0.4)
 
 
-def solve_gp():
-    q = [CholeskyVariationalDistribution(M), CholeskyVariationalDistribution(3)]
-    return GP(lambda model: SOLVE(model, points(M, seed=3), points(3, seed=4), *q), mean=0.4)
-
-
 class Extracted(GP):
     """A feature extractor before the strategy, so that inducing points are features."""
 
@@ -73,7 +69,7 @@ MODELS = {
     "one output": lambda: make_gp(points(M, seed=3), jitter_val=1e-6, mean=0.4),
     "one output of GPyTorch": lambda: make_gp(points(M, seed=3), strategy=VariationalStrategy, jitter_val=1e-6),
     "batch of models": lambda: make_gp(points(M, seed=3), batch_kernel(T), batch_shape=torch.Size([T])),
-    "SOLVE-GP": solve_gp,
+    "SOLVE-GP": lambda: make_solve_gp(points(M, seed=3), points(3, seed=4), jitter_val=None, mean=0.4),
     "independent tasks": lambda: multitask(IndependentMultitaskVariationalStrategy),
     "independent tasks of GPyTorch": lambda: multitask(IndependentMultitaskVariationalStrategy, VariationalStrategy),
     "mixed tasks": lambda: multitask(LMCVariationalStrategy),

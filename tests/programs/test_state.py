@@ -12,11 +12,12 @@ import pickle
 import gpytorch
 import pytest
 import torch
-from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
+from gpytorch.variational import VariationalStrategy
 
 import tighter_gp
 from tests.tools import factories
-from tests.tools.factories import GP, make_kernel, make_noise
+from tests.tools.factories import make_kernel, make_noise
+from tests.tools.solve_gp import make_solve_gp
 from tighter_gp.gplvm import BayesianGPLVM, LatentVariableELBO, VariationalLatents
 
 N, M, D = 23, 5, 2
@@ -75,13 +76,8 @@ class Beta(TSVGP):
 
 class SolveGP(TSVGP):
     def make(self, kernel, z):
-        q, other = CholeskyVariationalDistribution(M), CholeskyVariationalDistribution(3)
-        strategy = lambda model: tighter_gp.SolveGPVariationalStrategy(model, z, X[:3] + 0.05, q, other)
-        model = GP(strategy, kernel)
-        q.variational_mean.data.copy_(draw(M, seed=5))
-        other.variational_mean.data.copy_(draw(3, seed=6))
-        model.variational_strategy.variational_params_initialized.fill_(1)
-        return model
+        q_u, q_v = (draw(M, seed=5), torch.eye(M)), (draw(3, seed=6), torch.eye(3))
+        return make_solve_gp(z, X[:3] + 0.05, kernel, q_u, q_v, jitter_val=None)
 
 
 class CollapsedKernel(Kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import gpytorch
 import torch
 from linear_operator.utils.errors import NotPSDError
 
@@ -25,6 +26,12 @@ def problem(**kwargs):
     """A fresh model, always the same, and its likelihood."""
     x, _ = data()
     return make_gp(x[:M].clone(), make_kernel("rbf", 1.0, torch.tensor([0.9, 1.3])), **kwargs), make_noise(0.2)
+
+
+def with_prior():
+    model, likelihood = problem()
+    model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
+    return model, likelihood
 
 
 def parameters(*modules):
