@@ -280,3 +280,10 @@ def test_allocate_says_what_it_needs():
         inducing.allocate(inputs(), 5, "greedy")
     with pytest.raises(ValueError, match="Unknown method 'grid'; choose 'kmeans', 'greedy', 'random' or pass"):
         inducing.allocate(inputs(), 5, "grid")
+
+
+def test_an_empty_cell_is_seeded_again():
+    x = inputs()
+    start = torch.cat([x[:3], torch.full((4, 3), 1e3)])  # four centres that no point is nearest to
+    points = inducing._lloyd(x, start, 50, 100, 0.0)
+    assert torch.bincount(inducing.nearest(x, points), minlength=7).min() > 0

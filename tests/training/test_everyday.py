@@ -288,3 +288,9 @@ def test_a_bar_of_progress(capsys):
     model = tighter_gp.models.Regression(x, num_inducing=4)
     tighter_gp.fit(model, model.likelihood, x, x[:, 0], steps=12, batch_size=20, validation=(x, x[:, 0]), progress=True)
     assert "step/s" in capsys.readouterr().err
+
+
+def test_kmeans_of_a_model_reads_no_more_rows_of_a_memory_map_than_it_needs(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((100_000, 2), dtype=np.float32))
+    model = Regression(np.load(tmp_path / "x.npy", mmap_mode="r"), 4)
+    assert model.variational_strategy.inducing_points.shape == (4, 2)
