@@ -136,12 +136,6 @@ def test_labels_of_arrays():
         torch.testing.assert_close(tighter_gp.evaluate_bound(model, likelihood, P.x.numpy(), labels), expected)
 
 
-def test_labels_of_a_byte_do_not_wrap_around():
-    model, likelihood = sparse(), gpytorch.likelihoods.BernoulliLikelihood()
-    mll, y = tighter_gp.TighterELBO(likelihood, model, N), (P.y > 0).double()
-    torch.testing.assert_close(mll(model(P.x), y.byte()), mll(model(P.x), y))
-
-
 @pytest.mark.parametrize("as_array", [True, False])
 def test_inputs_of_one_dimension(as_array):
     flat = (lambda x: x[:, 0].numpy()) if as_array else (lambda x: x[:, 0])

@@ -11,9 +11,9 @@ import torch
 import tighter_gp
 from tests.tools import dense
 from tests.tools.factories import CollapsedGP, make_gp, make_kernel, make_noise
+from tests.tools.solve_gp import make_solve_gp
 from tighter_gp.blocks import Blocks, partition
 from tighter_gp.diagnostics import diagnose
-from tighter_gp.strategies.solve_gp_variational_strategy import SolveGPVariationalStrategy
 
 BOUNDS = {"titsias": dense.f1, "spherical": dense.f5, "tighter": dense.f4, "full": dense.f8, "evidence": dense.evidence}
 KINDS = ["uncollapsed", "collapsed"]
@@ -132,17 +132,7 @@ def test_chunks_do_not_change_the_result(kind):
 def test_solve_gp_has_the_bounds_of_both_sets_together():
     p = dense.problem(2, m=7)
     likelihood = likelihood_of(p)
-    q_u, q_v = (gpytorch.variational.CholeskyVariationalDistribution(m) for m in (4, 3))
-
-    class SolveGP(gpytorch.models.ApproximateGP):
-        def __init__(self):
-            super().__init__(SolveGPVariationalStrategy(self, p.z[:4], p.z[4:], q_u, q_v, jitter_val=0.0))
-            self.covar_module = kernel_of(p)
-
-        def forward(self, x):
-            return gpytorch.distributions.MultivariateNormal(torch.zeros_like(x[..., 0]), self.covar_module(x))
-
-    diagnosis = diagnose(SolveGP(), likelihood, p.x, p.y)
+    diagnosis = diagnose(make_solve_gp(p.z[:4], p.z[4:], kernel_of(p)), likelihood, p.x, p.y)
     for name, reference in BOUNDS.items():
         assert getattr(diagnosis, name) == pytest.approx(reference(p).item(), rel=1e-8), name
     assert diagnosis.current < diagnosis.tighter
@@ -218,23 +208,15 @@ def test_advice_follows_the_numbers():
 
 
 BAD = {
-    "likelihood": (
-        lambda p: {"likelihood": gpytorch.likelihoods.BernoulliLikelihood()},
-        TypeError,
-        "got BernoulliLikelihood",
-    ),
+    "likelihood": (lambda p: {"likelihood": gpytorch.likelihoods.BernoulliLikelihood()}, TypeError, "got Bernoulli"),
     "y": (lambda p: {"y": p.y.unsqueeze(-1)}, ValueError, r"one single-output model: .* got \(17, 2\) and \(17, 1\)"),
     "nan": (lambda p: {"y": p.y / 0}, ValueError, "17 of 17 targets are NaN"),
     "blocks": (
         lambda p: {"blocks": torch.zeros(16).long()},
         ValueError,
-        r"one label per point, shape \(17,\); got \(16,\)",
+        r"one label per point, shape \(17,\); got \(16",
     ),
-    "batch": (
-        lambda p: {"model": make_gp(p.z, kernel_of(p), batch_shape=torch.Size([2]))},
-        ValueError,
-        "one model at a time",
-    ),
+    "batch": (lambda p: {"model": make_gp(p.z, batch_shape=torch.Size([2]))}, ValueError, "one model at a time"),
 }
 
 

@@ -21,19 +21,8 @@ PACKAGE = sorted((ROOT / "tighter_gp").rglob("*.py"))
 CLIENTS = [path for folder in ("benchmarks", "notebooks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # The core, which knows nothing of what one does with a model, and the few tools that it may use.
-CORE = {
-    "maths",
-    "prior",
-    "conditionals",
-    "likelihoods",
-    "carrier",
-    "strategies",
-    "mlls",
-    "collapsed",
-    "gplvm",
-    "settings",
-    "modes",
-}
+CORE = {"maths", "prior", "conditionals", "likelihoods", "carrier", "strategies", "mlls", "collapsed", "gplvm"}
+CORE |= {"settings", "modes"}
 # Parts of its rooms that predict, and so belong to the shell.
 SHELL = {"gplvm/inference.py", "gplvm/report.py"}
 RUNTIME = {"torch", "gpytorch", "linear_operator", "numpy", "tighter_gp", *sys.stdlib_module_names}

@@ -100,23 +100,6 @@ def test_no_array_grows_beyond_the_data_and_one_chunk(method):
     assert seen.largest <= (n * m if method == "greedy" else n * dim)
 
 
-def test_the_memory_of_kmeans_does_not_grow_with_the_number_of_centres():
-    x = inputs(6_007, 2)
-    for m in (5, 20):
-        with LargestOutput() as seen:
-            inducing.kmeans(x, m, chunk_size=200, max_iter=3)
-        assert seen.largest == x.numel()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("method", METHODS)
-def test_points_stay_on_the_device_of_x(method, accelerator):
-    x = inputs().to(accelerator)
-    points = inducing.allocate(x, 19, method, kernel=kernel().to(accelerator))
-    assert points.device == x.device
-    assert inducing.median_lengthscale(x).device == x.device
-
-
 def test_the_points_have_no_graph():
     x = inputs().requires_grad_()
     for method in METHODS:
@@ -167,20 +150,6 @@ def test_seeds_spread_more_than_random_rows():
     seeded = sum(cost(inducing.kmeans(x, 12, seed=s, max_iter=0)) for s in range(20))
     drawn = sum(cost(inducing.random_subset(x, 12, seed=s)) for s in range(20))
     assert seeded < 0.9 * drawn
-
-
-def test_an_empty_cell_is_seeded_again():
-    x = inputs()
-    start = torch.cat([x[:3], torch.full((4, 3), 1e3)])  # four centres that no point is nearest to
-    points = inducing._lloyd(x, start, 50, 100, 0.0)
-    assert torch.bincount(inducing.nearest(x, points), minlength=7).min() > 0
-
-
-def test_empty_cells_are_seeded_at_the_rows_farthest_from_all_centres():
-    x = torch.tensor([[0.0], [0.0], [1.0], [10.0], [10.0], [-7.0]])
-    points = torch.tensor([[0.0], [99.0], [98.0]])
-    inducing._reseed(points, torch.tensor([False, True, True]), x, 4)
-    assert points.flatten().tolist() == [0.0, 10.0, -7.0]
 
 
 # -- greedy conditional variance ----------------------------------------------------------------------------------------
@@ -289,14 +258,6 @@ def test_split_gives_every_point_once():
 # -- allocate -----------------------------------------------------------------------------------------------------------
 
 
-def test_botorch_allocators_are_accepted():
-    allocators = pytest.importorskip("botorch.models.utils.inducing_point_allocators")
-    x = inputs(61)
-    points = inducing.allocate(x, 13, allocators.GreedyVarianceReduction(), kernel=kernel())
-    assert points.shape == (13, 3)
-    assert rows(points) <= rows(x)
-
-
 def test_our_greedy_points_are_those_of_botorch_from_the_same_start():
     allocators = pytest.importorskip("botorch.models.utils.inducing_point_allocators")
     x, covar = inputs(61), gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()) + gpytorch.kernels.LinearKernel()
@@ -319,3 +280,10 @@ def test_allocate_says_what_it_needs():
         inducing.allocate(inputs(), 5, "greedy")
     with pytest.raises(ValueError, match="Unknown method 'grid'; choose 'kmeans', 'greedy', 'random' or pass"):
         inducing.allocate(inputs(), 5, "grid")
+
+
+def test_an_empty_cell_is_seeded_again():
+    x = inputs()
+    start = torch.cat([x[:3], torch.full((4, 3), 1e3)])  # four centres that no point is nearest to
+    points = inducing._lloyd(x, start, 50, 100, 0.0)
+    assert torch.bincount(inducing.nearest(x, points), minlength=7).min() > 0

@@ -18,32 +18,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 
 # Per step, with gpytorch.settings.debug on (GPyTorch's default) and off.
 WAITS: dict[str, tuple[int, int]] = {
-    "T-SVGP": (1, 1),
-    "T-SVGP, beta": (1, 1),
-    "T-SVGP, scalar": (1, 1),
-    "T-SVGP, sum of kernels": (1, 1),
+    **dict.fromkeys(FEATURES, (1, 1)),
     "T-SVGP, periodic kernel": (2, 2),
-    "T-SVGP, product of kernels": (1, 1),
-    "PerPoint": (1, 1),
     "Blocks": (4, 4),
-    "SOLVE-GP": (1, 1),
-    "Bernoulli, beta": (1, 1),
-    "Bernoulli, optimal": (1, 1),
-    "SOLVE-GP, Bernoulli": (1, 1),
-    "Poisson, scalar": (1, 1),
-    "softmax, beta": (1, 1),
-    "softmax, optimal": (1, 1),
-    "multitask": (1, 1),
     "LMC": (2, 2),
     "LMC, Bernoulli": (2, 2),
-    "GPLVM": (1, 1),
-    "GPLVM, beta": (1, 1),
     "collapsed GPLVM": (2, 2),
     "deep GP": (5, 5),
-    "mean-field q(u)": (1, 1),
     "delta q(u)": (3, 3),
     "natural q(u)": (3, 3),
-    "tril-natural q(u)": (1, 1),
     "collapsed kernel": (4, 3),
     "CollapsedGP": (5, 5),
 }
@@ -106,13 +89,8 @@ def waits_of_fit(feature: str, natural: bool) -> list[Wait]:
     marks: list[int] = []
     with validated(), waits() as found:
         mark = lambda step: marks.append(len(found))
-        feature_run(
-            feature,
-            "dev:1",
-            recipe=tighter_gp.Recipe(lr=0.05, natural=None if natural else 0),
-            callbacks=[mark],
-            steps=4,
-        )
+        recipe = tighter_gp.Recipe(lr=0.05, natural=None if natural else 0)
+        feature_run(feature, "dev:1", recipe=recipe, callbacks=[mark], steps=4)
     return found[marks[2] : marks[3]]
 
 

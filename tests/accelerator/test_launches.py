@@ -18,8 +18,8 @@ FREE = {
 }  # fmt: skip
 SOFTMAX = {
     "likelihood": features.softmax_likelihood,
-    "target": "class",
     "wrap": features.independent,
+    "target": "class",
     "num_functions": 3,
 }
 STEPS: dict[str, tuple[dict[str, Any], int]] = {

@@ -27,20 +27,8 @@ SMOKES = {
     "quality": 6,
 }
 SLOW = ("gplvm", "mnist", "recipes", "million", "quality")
-SMALL = (
-    "uci",
-    "--datasets",
-    "mine",
-    "--splits",
-    "0",
-    "2",
-    "--num-inducing",
-    "5",
-    "--epochs",
-    "6",
-    "--batch-size",
-    "16",
-)
+SMALL = ("uci", "--datasets", "mine", "--splits", "0", "2", "--num-inducing", "5", "--epochs", "6")
+SMALL += ("--batch-size", "16")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SMOKES])

@@ -9,9 +9,7 @@ import torch
 
 from benchmarks import runs
 from benchmarks.errors import UserError
-from tests.benchmarks.support import (
-    lines,
-)
+from tests.benchmarks.support import lines
 
 
 def test_a_line_cut_off_by_a_crash_is_ignored_and_then_replaced(tmp_path):

@@ -1,4 +1,4 @@
-"""Programs that others wrote: GPyTorch's TorchScript notebook, skorch's estimators, a Lightning module."""
+"""Programs that others wrote: GPyTorch's TorchScript notebook, skorch's estimators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gpytorch.variational import CholeskyVariationalDistribution, IndependentMul
 
 import tighter_gp
 from tests.tools.factories import GP, make_gp
+from tests.tools.solve_gp import make_solve_gp
 
 N, M = 60, 8
 
@@ -34,9 +35,12 @@ class MeanVarModelWrapper(torch.nn.Module):
         return output_dist.mean, output_dist.variance
 
 
+def svgp(z):
+    return make_gp(z, jitter_val=None)
+
+
 def solve_gp(z):
-    q = [CholeskyVariationalDistribution(len(part)) for part in (z[::2], z[1::2])]
-    return GP(lambda model: tighter_gp.SolveGPVariationalStrategy(model, z[::2], z[1::2], *q))
+    return make_solve_gp(z[::2], z[1::2], jitter_val=None)
 
 
 def two_tasks(z):
@@ -50,18 +54,11 @@ def two_tasks(z):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "make",
-    [
-        make_gp,
-        solve_gp,
-        two_tasks,
-    ],
-)
+@pytest.mark.parametrize("make", [svgp, solve_gp, two_tasks])
 def test_model_is_traced_saved_and_loaded(make, dtype, tmp_path):
     torch.set_default_dtype(dtype)
     x, y = data(dtype)
-    model = make(x[:: N // M]) if make is not make_gp else make_gp(x[:: N // M], jitter_val=None)
+    model = make(x[:: N // M])
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     if make is two_tasks:
         likelihood, y = gpytorch.likelihoods.MultitaskGaussianLikelihood(2), torch.stack([y, -y], -1)
@@ -130,15 +127,3 @@ def test_gp_binary_classifier_of_skorch():
     )
     estimator.fit(x.numpy(), labels)  # scores its validation set in eval mode
     assert (estimator.predict(x.numpy()) == labels).mean() > 0.9
-
-
-# -- Lightning ----------------------------------------------------------------------------------------------------------
-
-
-def test_loss_of_a_model_in_eval_mode_is_that_of_training():
-    """What both of them ask of a validation step."""
-    x, y = data(torch.float64)
-    model, likelihood = make_gp(x[:: N // M], jitter_val=1e-6), gpytorch.likelihoods.GaussianLikelihood()
-    mll = tighter_gp.TighterELBO(likelihood, model, N)
-    trained = mll(model(x), y)
-    torch.testing.assert_close(mll(model.eval()(x), y), trained)

@@ -82,9 +82,7 @@ MODELS = {
     "BoTorch's on SOLVE-GP": lambda dtype: botorch_model(
         dtype,
         functools.partial(
-            SOLVE,
-            orthogonal_points=points(4, 4).to(dtype),
-            orthogonal_distribution=CholeskyVariationalDistribution(4),
+            SOLVE, orthogonal_points=points(4, 4).to(dtype), orthogonal_distribution=CholeskyVariationalDistribution(4)
         ),
     ),
     "SOLVE-GP": solve_gp,
@@ -105,38 +103,9 @@ def test_moments_of_ten_thousand_paths_are_those_of_the_model(kind, dtype):
         # Features of the prior are drawn anew in each round, so that their error is part of the spread.
         values = torch.stack([draw_matheron_paths(model, torch.Size([PATHS]))(x) for _ in range(ROUNDS)]).double()
     values = values.reshape(ROUNDS, PATHS, len(x))
-    for statistic, expected in (
-        (values.mean(1), q.mean),
-        ((values - q.mean.double()).square().mean(1), q.variance),
-    ):
+    for statistic, expected in ((values.mean(1), q.mean), ((values - q.mean.double()).square().mean(1), q.variance)):
         error = statistic.std(0) / ROUNDS**0.5
         assert ((statistic.mean(0) - expected.double()).abs() < 3 * error).all()
-
-
-@pytest.mark.parametrize("kind", ["BoTorch's", "BoTorch's on GPyTorch's strategy", "SOLVE-GP"])
-def test_what_the_moments_of_one_draw_lack_is_the_error_of_its_prior_features(kind):
-    """Paths of one call share a random map; around it their moments are exact, and the map's error is BoTorch's."""
-    model, x = MODELS[kind](torch.float64), points(5, 7)
-    strategy = getattr(model, "model", model).variational_strategy
-    torch.manual_seed(3)
-    with torch.no_grad():
-        paths = draw_matheron_paths(model, torch.Size([8000]))
-        values = paths(x)
-        z = strategy.all_points() if isinstance(strategy, SOLVE) else strategy.inducing_points
-        features = paths["prior_paths"].feature_map(torch.cat([x, z]))
-        prior = features @ features.mT
-        q = strategy(z)
-        joint = strategy(torch.cat([x, z]), prior=True)
-        jitter = strategy.jitter_val * torch.eye(len(z))
-        inducing = joint.covariance_matrix[len(x) :]
-        weight = torch.linalg.solve(inducing[:, len(x) :] + jitter, inducing[:, : len(x)])
-        residual = torch.cat([torch.eye(len(x)), -weight])
-        variance = (residual * (prior @ residual)).sum(0) + (weight * (q.covariance_matrix @ weight)).sum(0)
-        mean = joint.mean[: len(x)] + weight.T @ (q.mean - joint.mean[len(x) :])
-    centred = values - mean
-    for found, expected in ((values, mean), (centred.square(), variance)):
-        error = found.std(0) / len(values) ** 0.5
-        assert ((found.mean(0) - expected).abs() < 4 * error + 2e-3).all()
 
 
 def test_paths_are_functions():

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tighter_gp
+from tests.tools.factories import make_gp
 
 WITH_EXTRAS = {"tighter_gp.botorch": "botorch", "tighter_gp.estimators": "sklearn"}
 
@@ -34,23 +35,13 @@ def documented(module: ModuleType) -> list[tuple[str, object]]:
 MODULES = {module.__name__: documented(module) for module in modules() if documented(module)}
 
 
-class MyGP(gpytorch.models.ApproximateGP):
-    def __init__(self, inducing_points):
-        q = gpytorch.variational.CholeskyVariationalDistribution(inducing_points.size(0))
-        super().__init__(tighter_gp.TighterVariationalStrategy(self, inducing_points, q))
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def regression() -> dict[str, object]:
     """What an example may take for granted: a small model with its data."""
     x = torch.linspace(0, 1, 50).unsqueeze(-1)
     y = torch.sin(12 * x[:, 0]) + 0.1 * torch.randn(50)
     is_test = torch.arange(50) % 5 == 2
-    model, likelihood = MyGP(torch.linspace(0, 1, 5).unsqueeze(-1)), gpytorch.likelihoods.GaussianLikelihood()
+    model = make_gp(torch.linspace(0, 1, 5).unsqueeze(-1), jitter_val=None)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
     model.covar_module.base_kernel.lengthscale, likelihood.noise = 0.1, 0.05
     return {
         "model": model,

@@ -110,13 +110,6 @@ def block_bound(p, labels):
     return bounds.block_bound(projection_of(p), p.y, p.noise, covariance, rows)
 
 
-@pytest.mark.parametrize("hetero", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_block_bound_is_the_dense_one(seed, hetero):
-    p = dense.problem(seed, hetero=hetero, kernel="matern32" if seed % 2 else "rbf")
-    torch.testing.assert_close(block_bound(p, LABELS), f_block(p, LABELS), rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize("seed", range(25))
 def test_blocks_lie_between_the_diagonal_and_the_full_bound_and_merging_never_lowers_them(seed):
     p = dense.problem(seed, hetero=bool(seed % 2), kernel="matern32" if seed % 3 else "rbf")

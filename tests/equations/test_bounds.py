@@ -48,17 +48,6 @@ def assert_same_gradients(actual: torch.Tensor, expected: torch.Tensor, leaves: 
         torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-7 * max(1.0, e.abs().max().item()))
 
 
-def random_problems(count: int = 50):
-    """Sizes, kernels and noise all vary; the noise spans five orders of magnitude."""
-    for seed in range(count):
-        generator = torch.Generator().manual_seed(1000 + seed)
-        n, m = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((6, 26), (2, 8)))
-        kind, hetero = ("matern32", "rbf")[seed % 2], seed % 3 == 0
-        p = dense.problem(seed, n, m, 1 + seed % 3, kernel=kind, hetero=hetero)
-        factor = 10.0 ** (4 * torch.rand((), generator=generator) - 3)
-        yield p._replace(noise=factor * p.noise, y=p.y * (1 + 2 * torch.rand((), generator=generator)))
-
-
 # ---- Penalties --------------------------------------------------------------------------------------------------------
 
 
@@ -70,29 +59,6 @@ def residual() -> torch.Tensor:
 @pytest.fixture
 def noise() -> torch.Tensor:
     return 0.05 + torch.rand(17)
-
-
-def test_trace_penalty_is_half_the_sum_of_the_ratios(residual, noise):
-    expected = sum(0.5 * d / s for d, s in zip(residual.tolist(), noise.tolist(), strict=True))
-    torch.testing.assert_close(bounds.trace_penalty(residual, noise).item(), expected, rtol=RTOL, atol=0)
-
-
-def test_log_penalty_is_half_the_sum_of_the_logs(residual, noise):
-    expected = sum(0.5 * math.log(1 + d / s) for d, s in zip(residual.tolist(), noise.tolist(), strict=True))
-    torch.testing.assert_close(bounds.log_penalty(residual, noise).item(), expected, rtol=RTOL, atol=0)
-
-
-def test_spherical_penalty_is_the_log_of_the_mean_ratio(residual, noise):
-    mean = sum(d / s for d, s in zip(residual.tolist(), noise.tolist(), strict=True)) / 17
-    torch.testing.assert_close(
-        bounds.spherical_penalty(residual, noise).item(), 8.5 * math.log(1 + mean), rtol=RTOL, atol=0
-    )
-
-
-def test_full_penalty_is_half_the_log_determinant():
-    p = dense.problem(hetero=True)
-    expected = 0.5 * torch.linalg.slogdet(torch.eye(17) + torch.diag(1 / p.noise) @ p.D).logabsdet
-    torch.testing.assert_close(bounds.full_penalty(p.D, p.noise), expected, rtol=RTOL, atol=0)
 
 
 def test_full_penalty_is_the_least_price_of_a_free_conditional():
@@ -185,17 +151,8 @@ def test_small_ratios_lose_no_digits():
 
 
 @pytest.mark.parametrize("hetero", [False, True])
-@pytest.mark.parametrize("name", BOUNDS)
-def test_collapsed_bound_is_its_equation(name, hetero):
-    function, oracle = BOUNDS[name]
-    for seed in range(5):
-        p = dense.problem(seed, hetero=hetero)
-        torch.testing.assert_close(function(*arguments(p)), oracle(p), rtol=RTOL, atol=0)
-
-
-@pytest.mark.parametrize("hetero", [False, True])
 @pytest.mark.parametrize("name", [*BOUNDS, "scaled", "full", "evidence"])
-def test_gradients_are_those_of_the_equations(name, hetero):
+def test_values_and_gradients_are_those_of_the_equations(name, hetero):
     leaves, p = leaves_of(dense.problem(hetero=hetero))
     scale = (0.05 + 0.9 * torch.rand(17)).requires_grad_()
     if name in BOUNDS:
@@ -207,6 +164,7 @@ def test_gradients_are_those_of_the_equations(name, hetero):
         actual, expected = bounds.full_bound(A, p.y, p.noise, p.Kff - A.mT @ A), dense.f8(p)
     else:
         actual, expected = bounds.exact_log_evidence(p.Kff, p.y, p.noise), dense.evidence(p)
+    torch.testing.assert_close(actual, expected, rtol=RTOL, atol=0)
     assert_same_gradients(actual, expected, leaves)
 
 
@@ -233,28 +191,9 @@ def test_bound_of_a_batch_is_that_of_its_members(name):
 # ---- Order ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_bound_is_at_least_the_one_before_and_none_is_above_the_evidence():
-    names = ("titsias", "spherical", "tighter", "full", "evidence")
-    widest = torch.zeros(4)
-    for i, p in enumerate(random_problems()):
-        args = arguments(p)
-        values = torch.stack(
-            [
-                *(BOUNDS[name][0](*args) for name in names[:3]),
-                bounds.full_bound(*args[:3], p.Kff - args[0].mT @ args[0]),
-                bounds.exact_log_evidence(p.Kff, p.y, p.noise),
-            ]
-        )
-        steps = values.diff()
-        assert (steps >= -1e-9 * values.abs().max()).all(), (
-            f"problem {i}: {dict(zip(names, values.tolist(), strict=True))}"
-        )
-        widest = torch.maximum(widest, steps)
-    assert (widest > 0.1).all(), "the problems must tell the bounds apart"
-
-
 def test_tighter_bound_is_below_the_evidence_of_the_fitc_prior():
-    for p in random_problems(20):
+    for seed in range(20):
+        p = dense.problem(seed, kernel=("matern32", "rbf")[seed % 2], hetero=seed % 3 == 0)
         fitc = dense.log_normal(p.y, p.Q + torch.diag(p.d + p.noise))
         assert bounds.tighter_bound(*arguments(p)) <= fitc + 1e-9 * fitc.abs()
 
@@ -275,23 +214,6 @@ def test_scaled_bound_is_largest_at_the_optimal_scale(hetero):
             other = best.clone()
             other[n] *= factor
             assert bounds.scaled_bound(*args, other) < top
-
-
-def test_adding_the_training_input_with_the_largest_residual_never_lowers_the_tighter_bound():
-    rises = []
-    for seed in range(15):
-        p = dense.problem(seed, n=21, m=3, kernel="matern32")
-        z, kernel = p.z, dense.KERNELS[p.kernel]
-        previous = None
-        for _ in range(6):
-            Kuu, Kuf = (kernel(z, b, p.variance, p.lengthscales) for b in (z, p.x))
-            args = arguments(p._replace(Kuu=Kuu, Kuf=Kuf))
-            value = bounds.tighter_bound(*args)
-            if previous is not None:
-                assert value >= previous - 1e-9 * previous.abs(), f"seed {seed}"
-                rises.append(value - previous)
-            previous, z = value, torch.cat([z, p.x[args[3].argmax()].unsqueeze(0)])
-    assert torch.stack(rises).mean() > 0.1
 
 
 # ---- Small noise ------------------------------------------------------------------------------------------------------
@@ -336,20 +258,6 @@ def test_uncollapsed_terms_add_up_to_the_bound_at_any_q_and_any_scales(hetero):
     for scale in (torch.ones(17), 0.01 + 1.5 * torch.rand(17)):
         expected = dense.uncollapsed(p, mean, root @ root.T, scale)
         torch.testing.assert_close(uncollapsed(p, Whitened(mean, root), scale), expected, rtol=RTOL, atol=0)
-
-
-@pytest.mark.parametrize("hetero", [False, True])
-def test_uncollapsed_bound_at_the_optimal_q_is_the_collapsed_one(hetero):
-    p = dense.problem(hetero=hetero)
-    args = arguments(p)
-    q = moments.optimal_whitened(*args[:3])
-    best, other = bounds.optimal_scale(args[3], p.noise.reciprocal()), 0.1 + torch.rand(17)
-    for scale, collapsed in (
-        (torch.ones(17), bounds.titsias_bound(*args)),
-        (best, bounds.tighter_bound(*args)),
-        (other, bounds.scaled_bound(*args, other)),
-    ):
-        torch.testing.assert_close(uncollapsed(p, q, scale), collapsed, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("form", ["lower", "upper", "negative diagonal", "stddev"])

@@ -7,14 +7,7 @@ import copy
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import (
-    MaternKernel,
-    PeriodicKernel,
-    PiecewisePolynomialKernel,
-    RBFKernel,
-    RQKernel,
-    ScaleKernel,
-)
+from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import tighter_gp
 from tests.tools import dense
@@ -247,24 +240,3 @@ def test_matern_12_leaves_nothing_at_an_inducing_point_however_wide_the_inputs(d
     noise = model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
     prior = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance + noise)
     assert model.bound().item() == pytest.approx(prior.log_prob(y.double()).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        PeriodicKernel,
-        lambda: PiecewisePolynomialKernel(q=0),
-    ],
-)
-def test_float32_kernels_of_other_kinds_with_inputs_far_apart(make):
-    values, slopes = {}, {}
-    for dtype in (torch.float64, torch.float32):
-        x, y, z = wide_data(dtype)
-        kernel = ScaleKernel(make()).to(dtype)
-        likelihood = make_noise(0.1).to(dtype)
-        value = tighter_gp.CollapsedGP(x, y, z, kernel, likelihood, jitter_val=1e-4).bound()
-        value.backward()
-        values[dtype] = value.item()
-        slopes[dtype] = torch.cat([parameter.grad.double().flatten() for parameter in kernel.parameters()])
-    assert values[torch.float32] == pytest.approx(values[torch.float64], rel=1e-4)
-    torch.testing.assert_close(slopes[torch.float32], slopes[torch.float64], rtol=1e-2, atol=1e-2)

@@ -22,12 +22,13 @@ from tighter_gp.conditionals import PerPoint
 N, D, H, P = 9, 3, 2, 4
 NUM_DATA = 21
 SAMPLES = 5
+TIGHTER = tighter_gp.TighterVariationalStrategy
 
 
 class Layer(DeepGPLayer):
     """One layer with hyperparameters and q(u) of its own for each of its functions."""
 
-    def __init__(self, num_inputs, num_outputs, conditional, num_inducing, seed):
+    def __init__(self, num_inputs, num_outputs, conditional, num_inducing, seed, kind=TIGHTER):
         generator = torch.Generator().manual_seed(seed)
         rand = lambda *shape: torch.rand(shape, generator=generator)
         batch = () if num_outputs is None else (num_outputs,)
@@ -35,9 +36,8 @@ class Layer(DeepGPLayer):
         q = gpytorch.variational.CholeskyVariationalDistribution(num_inducing, batch_shape=shape)
         q.variational_mean.data = 2 * rand(*batch, num_inducing) - 1
         q.chol_variational_covar.data = torch.diag_embed(0.2 + 0.5 * rand(*batch, num_inducing))
-        strategy = tighter_gp.TighterVariationalStrategy(
-            self, 2 * rand(num_inducing, num_inputs) - 1, q, jitter_val=1e-6, conditional=conditional
-        )
+        options = {"conditional": conditional} if kind is TIGHTER else {}
+        strategy = kind(self, 2 * rand(num_inducing, num_inputs) - 1, q, jitter_val=1e-6, **options)
         strategy.variational_params_initialized.fill_(1)
         super().__init__(strategy, num_inputs, num_outputs)
         self.mean_module = gpytorch.means.ZeroMean()
@@ -60,9 +60,9 @@ class Deep(DeepGP):
         return x
 
 
-def two_layers(hidden="scalar", last="optimal", num_outputs=None):
-    first, second = Layer(D, H, hidden, 6, seed=1), Layer(H, num_outputs, last, 5, seed=2)
-    if hidden == "scalar":
+def two_layers(hidden="scalar", last="optimal", num_outputs=None, kind=TIGHTER):
+    first, second = Layer(D, H, hidden, 6, seed=1, kind=kind), Layer(H, num_outputs, last, 5, seed=2, kind=kind)
+    if hidden == "scalar" and kind is TIGHTER:
         first.variational_strategy.conditional.m = torch.tensor([0.4, 0.7])
     return Deep(first, second)
 

@@ -57,16 +57,8 @@ class Case:
         return model
 
     def collapsed(self, bound="tighter"):
-        return CollapsedGP(
-            self.X,
-            self.y,
-            self.Z,
-            self.kernel(),
-            make_noise(self.noise),
-            self.mean,
-            bound=bound,
-            jitter_val=self.jitter,
-        )
+        options = {"bound": bound, "jitter_val": self.jitter}
+        return CollapsedGP(self.X, self.y, self.Z, self.kernel(), make_noise(self.noise), self.mean, **options)
 
     @property
     def jitter_cost(self):
@@ -193,12 +185,7 @@ def test_order_of_the_bounds(case):
 
 # -- regression: predictions --------------------------------------------------------------------------------------------
 
-LAST_TERMS = {
-    "drop": "pred_var_drop",
-    "exact": "pred_var_exact",
-    "optimal": "pred_var_optimal_C",
-    "subset": "pred_var_subset",
-}
+LAST_TERMS = {name: f"pred_var_{name}" for name in ("drop", "exact", "subset")} | {"optimal": "pred_var_optimal_C"}
 
 
 def predictions(case, last_term, x=None, **kwargs):
@@ -283,9 +270,8 @@ def test_learned_per_point_scales(counted):
 def test_variational_elbo_is_svgp(counted):
     case, likelihood, tolerance = counted
     model = case.gp()
-    close(
-        case.size * VariationalELBO(likelihood, model, case.size)(model(case.X), case.y), case["svgp_at_q"], tolerance
-    )
+    value = case.size * VariationalELBO(likelihood, model, case.size)(model(case.X), case.y)
+    close(value, case["svgp_at_q"], tolerance)
 
 
 def test_moments_and_kl(counted):

@@ -55,20 +55,12 @@ def fine_poisson() -> PoissonLikelihood:
 
 
 @pytest.mark.parametrize(("make", "rtol"), [(BernoulliLogitLikelihood, 1e-4), (fine_logit, 1e-8)])
-def test_logit_expected_log_prob_is_the_integral(make, rtol):
-    expected = integral(lambda f: log_logit(LABELS.unsqueeze(-1), f))
-    torch.testing.assert_close(make().expected_log_prob(LABELS, q()), expected, rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize(("make", "rtol"), [(BernoulliLogitLikelihood, 1e-4), (fine_logit, 1e-8)])
-def test_logit_log_marginal_is_the_log_of_the_integral(make, rtol):
-    expected = integral(lambda f: log_logit(LABELS.unsqueeze(-1), f).exp()).log()
-    torch.testing.assert_close(make().log_marginal(LABELS, q()), expected, rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize(("make", "rtol"), [(BernoulliLogitLikelihood, 1e-4), (fine_logit, 1e-8)])
-def test_logit_marginal_has_the_integrated_probabilities(make, rtol):
-    marginal = make()(q())
+def test_logit_expectations_are_integrals(make, rtol):
+    likelihood, log_prob = make(), lambda f: log_logit(LABELS.unsqueeze(-1), f)
+    torch.testing.assert_close(likelihood.expected_log_prob(LABELS, q()), integral(log_prob), rtol=rtol, atol=0)
+    expected = integral(lambda f: log_prob(f).exp()).log()
+    torch.testing.assert_close(likelihood.log_marginal(LABELS, q()), expected, rtol=rtol, atol=0)
+    marginal = likelihood(q())
     assert isinstance(marginal, torch.distributions.Bernoulli)
     torch.testing.assert_close(marginal.probs, integral(torch.sigmoid), rtol=rtol, atol=0)
 
@@ -97,11 +89,8 @@ def test_poisson_log_marginal_is_the_log_of_the_integral():
 
 # Nodes placed by q(f) alone miss a narrow p(y|f): 2.8 nats at a count of 50, -inf at 300.
 def test_poisson_log_marginal_is_accurate_with_the_default_nodes():
-    counts, mean, variance = (
-        torch.tensor([6.0, 50.0, 300.0]),
-        torch.tensor([0.7, 0.7, -3.0]),
-        torch.tensor([2.5, 2.5, 0.3]),
-    )
+    counts, mean = torch.tensor([6.0, 50.0, 300.0]), torch.tensor([0.7, 0.7, -3.0])
+    variance = torch.tensor([2.5, 2.5, 0.3])
     nodes = torch.linspace(-30, 30, 60_001)
     log_weights = torch.distributions.Normal(0.0, 1.0).log_prob(nodes) + math.log(nodes[1] - nodes[0])
     f = mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * nodes
@@ -152,14 +141,9 @@ NOT_LOG_CONCAVE = ("StudentTLikelihood", "BetaLikelihood")
 
 @pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
 @pytest.mark.parametrize("name", [*GAUSSIAN, *LOG_CONCAVE, *NOT_LOG_CONCAVE])
-def test_gaussian_likelihoods_are_told_from_the_others(name):
-    assert family(make_stock(name)).is_gaussian == (name in GAUSSIAN)
-
-
-@pytest.mark.filterwarnings("ignore:GaussianLikelihoodWithMissingObs:DeprecationWarning")
-@pytest.mark.parametrize("name", [*GAUSSIAN, *LOG_CONCAVE, *NOT_LOG_CONCAVE])
-def test_log_concave_likelihoods_are_told_from_the_others(name):
-    assert family(make_stock(name)).is_log_concave == (name not in NOT_LOG_CONCAVE)
+def test_gaussian_and_log_concave_likelihoods_are_told_from_the_others(name):
+    found = family(make_stock(name))
+    assert (found.is_gaussian, found.is_log_concave) == (name in GAUSSIAN, name not in NOT_LOG_CONCAVE)
 
 
 @pytest.mark.parametrize(

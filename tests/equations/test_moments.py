@@ -35,11 +35,7 @@ def projection_of(p: dense.Problem) -> torch.Tensor:
 def dense_moments(Kuu, Kuf, prior_variance, mean, covariance):
     """From q(u) = N(L m, L S L') and p(f|u), with inverses."""
     L, W = torch.linalg.cholesky(Kuu), torch.linalg.inv(Kuu) @ Kuf
-    return (
-        W.T @ (L @ mean),
-        (W.T @ (L @ covariance @ L.T) @ W).diagonal(),
-        prior_variance - (Kuf.T @ W).diagonal(),
-    )
+    return (W.T @ (L @ mean), (W.T @ (L @ covariance @ L.T) @ W).diagonal(), prior_variance - (Kuf.T @ W).diagonal())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,36 +75,3 @@ def test_svgp_moments_have_the_gradients_of_the_unwhitened_marginals(form):
 
 
 # ---- The optimal q(w) -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hetero", [False, True])
-def test_optimal_q_is_the_whitened_posterior_of_the_inducing_variables(hetero):
-    p = dense.problem(hetero=hetero)
-    q = moments.optimal_whitened(projection_of(p), p.y, p.noise)
-    mean, covariance = dense.optimal_q(p)
-    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)
-
-
-def test_no_other_q_has_a_higher_bound():
-    p = dense.problem(hetero=True)
-    q, scale = moments.optimal_whitened(projection_of(p), p.y, p.noise), 0.05 + 0.9 * torch.rand(17)
-    best = dense.uncollapsed(p, q.mean, q.root @ q.root.mT, scale)
-    for size in (1e-3, 1e-1, 1.0):
-        for _ in range(5):
-            root = q.root + size * torch.randn(5, 5)
-            assert dense.uncollapsed(p, q.mean + size * torch.randn(5), root @ root.mT, scale) < best
-
-
-def test_optimal_q_can_be_gathered_in_chunks():
-    p = dense.problem(hetero=True)
-    A = projection_of(p)
-    gram, linear = torch.zeros(5, 5), torch.zeros(5)
-    for rows in (slice(0, 6), slice(6, 7), slice(7, 17)):
-        weights = torch.diag(1 / p.noise[rows])
-        gram += A[:, rows] @ weights @ A[:, rows].T
-        linear += A[:, rows] @ weights @ p.y[rows]
-    mean, covariance = dense.optimal_q(p)
-    q = moments.whitened_from_gram(gram, linear)
-    torch.testing.assert_close(q.mean, mean, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(q.root @ q.root.mT, covariance, rtol=1e-8, atol=1e-11)

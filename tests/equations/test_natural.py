@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tools import dense
 from tighter_gp.maths import natural
 
 M, B = 5, 17
@@ -23,17 +22,6 @@ def test_a_step_is_its_equation(size, diagonal):
     sums = natural.data_sums(A, slope, curvature, diagonal=diagonal)
     torch.testing.assert_close(sums, (gram, A @ slope))
     torch.testing.assert_close(natural.natural_step(precision, sums[0], size, diagonal), expected)
-
-
-def test_a_whole_step_lands_on_the_best_q_for_gaussian_noise():
-    p = dense.problem(hetero=True)
-    A = torch.linalg.inv(torch.linalg.cholesky(p.Kuu)) @ p.Kuf
-    mean = torch.randn(len(p.z))
-    gram, ascent = natural.data_sums(A, (p.y - A.T @ mean) / p.noise, 1 / p.noise)
-    precision = natural.natural_step(torch.eye(len(p.z)), gram, 1.0)
-    best, covariance = dense.optimal_q(p)
-    torch.testing.assert_close(torch.linalg.inv(precision), covariance)
-    torch.testing.assert_close(mean + torch.linalg.solve(precision, ascent - mean), best)
 
 
 def test_factors_and_sums_of_a_batch():

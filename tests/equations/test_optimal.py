@@ -35,14 +35,10 @@ def moments(p, q):
     return W.T @ mean, (W.T @ root @ root.T @ W).diagonal(), p.d, kl
 
 
-def counts(p):
-    return torch.poisson(torch.exp(p.y.clamp(max=3)), generator=torch.Generator().manual_seed(0))
-
-
 def poisson_problem(seed=0):
     p = dense.problem(seed, n=N, m=M)
-    p = p._replace(y=counts(p))
-    return p, dense.random_q(M, seed)
+    counts = torch.poisson(torch.exp(p.y.clamp(max=3)), generator=torch.Generator().manual_seed(0))
+    return p._replace(y=counts), dense.random_q(M, seed)
 
 
 def poisson_scales(mean, s, d, beta=1.0):

@@ -189,35 +189,6 @@ def test_points_that_coincide_are_factorised_with_a_jitter_of_their_scale():
     assert float(found.residual.detach().max()) < 1e6 * 1e-5
 
 
-def test_inputs_that_are_not_finite():
-    model = model_of(kernels.RBFKernel(), torch.randn(M, 2))
-    with pytest.raises(ValueError, match="NaN or infinity in 1 of 3 rows"):
-        model(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [1.0, 1.0]]))
-
-
-def test_a_projection_that_is_known_is_taken_as_it_is():
-    torch.manual_seed(0)
-    model, x = model_of(kernels.RBFKernel(), torch.randn(M, D)), torch.randn(B, D)
-    projection = model.variational_strategy.project(x)
-    expected = model(x)
-    model.forward = None  # no second look at the prior
-    found = model(x, projection=projection)
-    torch.testing.assert_close(found.mean, expected.mean)
-    torch.testing.assert_close(found.variance, expected.variance)
-
-
-def test_covariances_within_sets_of_points():
-    torch.manual_seed(0)
-    kernel, x, z = KERNELS["batch"](), torch.randn(B, D), torch.randn(M, D)
-    strategy = model_of(kernel, z).variational_strategy
-    prior, sets = strategy.prior(), torch.tensor([[0, 3], [5, 1], [2, 2]])
-    points = prior(x)
-    whole = dense(kernel, x, x) - points.matrix.mT @ points.matrix
-    found = prior.residual_within(points, x, sets)
-    expected = torch.stack([whole[:, rows][..., rows] for rows in sets], 1)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-
-
 def test_a_large_product_in_pieces():
     """As many entries as are computed piece by piece, with batches, against one product."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
-from tighter_gp import TighterInducingPointKernel
+from tests.tools.factories import CollapsedGP, make_kernel, make_noise
 
 DATA = Path(os.environ.get("TIGHTER_GP_DATA", Path(__file__).parents[3] / "shared" / "data")) / "snelson.csv"
 
@@ -19,25 +19,14 @@ DATA = Path(os.environ.get("TIGHTER_GP_DATA", Path(__file__).parents[3] / "share
 PRINTED = {"titsias": (-0.5589, 0.0868, 0.4345, 0.1263), "tighter": (-0.5253, 0.1073, 0.4304, 0.1155)}
 
 
-class SGPR(gpytorch.models.ExactGP):
-    def __init__(self, x, y, z, bound):
-        likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.Positive())
-        super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.ZeroMean()
-        base = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-        self.covar_module = TighterInducingPointKernel(base, z, likelihood, bound=bound)
-        likelihood.noise, base.outputscale, base.base_kernel.lengthscale = 1.0, 1.0, 1.0
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 @pytest.mark.skipif(not DATA.exists(), reason="no snelson.csv: set TIGHTER_GP_DATA to the folder that has it")
 @pytest.mark.parametrize("bound", PRINTED)
 def test_training_ends_at_the_papers_values(bound):
     x, y = torch.from_numpy(np.loadtxt(DATA, delimiter=",")).T
     rows = np.random.RandomState(42).permutation(200)[:5]
-    model = SGPR(x.unsqueeze(-1), y, x[rows].unsqueeze(-1), bound)
+    kernel = make_kernel("rbf", 1.0, torch.ones(1))
+    model = CollapsedGP(x.unsqueeze(-1), y, x[rows].unsqueeze(-1), kernel, make_noise(1.0), bound=bound)
+    model.mean_module = gpytorch.means.ZeroMean()
     mll = ExactMarginalLogLikelihood(model.likelihood, model)
     optimizer = torch.optim.LBFGS(
         model.parameters(), max_iter=500, tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe"
@@ -50,6 +39,5 @@ def test_training_ends_at_the_papers_values(bound):
         return loss
 
     optimizer.step(closure)
-    kernel = model.covar_module.base_kernel
     reached = -closure(), kernel.outputscale, kernel.base_kernel.lengthscale, model.likelihood.noise
     assert [round(value.item(), 6) for value in reached] == pytest.approx(PRINTED[bound], abs=5e-4)

@@ -31,20 +31,12 @@ def model(**kwargs):
     return make_gp(data()[0][:5], **kwargs)
 
 
+LABELLED = likelihoods.BernoulliLikelihood, LOGIT
+COUNTED = POISSON, *of_gpytorch("PoissonLikelihood"), *of_gpytorch("NegativeBinomialLikelihood")
 # likelihoods, targets that they take, targets that they do not, what is said of these
 RANGES = [
-    (
-        (likelihoods.BernoulliLikelihood, LOGIT),
-        ([0, 1, 1], [-1.0, 1.0, NAN], [True]),
-        ([1, 2], [0, 0.5], [-1, 0]),
-        BINARY,
-    ),
-    (
-        (POISSON, *of_gpytorch("PoissonLikelihood"), *of_gpytorch("NegativeBinomialLikelihood")),
-        ([0, 3], [0.0, 3.0, NAN]),
-        ([1.5, -2.0], [-1, 4]),
-        COUNTS,
-    ),
+    (LABELLED, ([0, 1, 1], [-1.0, 1.0, NAN], [True]), ([1, 2], [0, 0.5], [-1, 0]), BINARY),
+    (COUNTED, ([0, 3], [0.0, 3.0, NAN]), ([1.5, -2.0], [-1, 4]), COUNTS),
     ((SOFTMAX,), ([0, 1, 2], [0.0, 2.0, NAN]), ([1, 2, 3], [-1, 0], [0.5, 1]), r"Labels must lie in 0\.\.2"),
     ((likelihoods.BetaLikelihood,), ([0.1, 0.9, NAN],), ([0.1, 1.0], [0.0]), "between 0 and 1, both excluded"),
     ((likelihoods.GaussianLikelihood,), ([0, 1], [-3.0, NAN]), ([math.inf],), "NaN or infinite"),
@@ -67,15 +59,8 @@ def test_targets_are_in_the_range_of_their_likelihood(kinds, good, bad, message)
 @pytest.mark.parametrize("natural", [True, False])
 def test_labels_that_are_true_or_false_train_as_zero_and_one(natural):
     x, y = data()
-    fit = lambda labels: tighter_gp.fit(
-        model(conditional="beta"),
-        LOGIT(),
-        x,
-        labels,
-        steps=2,
-        batch_size=N,
-        recipe=tighter_gp.Recipe(natural=None if natural else 0),
-    )
+    options = {"steps": 2, "batch_size": N, "recipe": tighter_gp.Recipe(natural=None if natural else 0)}
+    fit = lambda labels: tighter_gp.fit(model(conditional="beta"), LOGIT(), x, labels, **options)
     expected = fit((y > 1).double()).loss
     for labels in (y > 1, (y > 1).numpy()):
         assert fit(labels).loss == pytest.approx(expected, rel=1e-12)

@@ -16,7 +16,7 @@ from linear_operator import to_linear_operator
 
 import tighter_gp
 from tests.tools import dense
-from tests.tools.factories import GP, make_kernel, make_noise
+from tests.tools.factories import GP, make_gp, make_kernel, make_noise
 from tighter_gp import TighterELBO
 
 N, M, D, P, K, B = 11, 5, 2, 3, 2, 4
@@ -318,31 +318,15 @@ def test_softmax_bound_is_the_dense_one_at_the_same_draws(name, mixing_weights, 
 
 # ---- Kernels of patches and of learned features -----------------------------------------------------------------------
 
-SIDE, PATCH = 4, 2
-
-
-class DeepKernelGP(gpytorch.models.ApproximateGP):
-    """A kernel on the outputs of a network; inducing points live in the space of the inputs."""
-
-    def __init__(self, z, network, kernel):
-        q = gpytorch.variational.CholeskyVariationalDistribution(len(z))
-        super().__init__(tighter_gp.TighterVariationalStrategy(self, z, q, jitter_val=0.0))
-        self.network, self.covar_module, self.mean_module = network, kernel, gpytorch.means.ZeroMean()
-
-    def forward(self, x):
-        features = self.network(x)
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(features), self.covar_module(features))
-
 
 def test_deep_kernel_gives_the_dense_bound_and_trains_its_network():
+    """A kernel on the outputs of a network; inducing points live in the space of the inputs."""
     x, z, y = torch.rand(N, 3), torch.rand(M, 3), torch.randn(N)
     network = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
     kernel, noise = make_kernel("rbf", 0.7, torch.tensor([0.3, 0.5])), torch.full((N,), 0.1)
-    model, likelihood, q = DeepKernelGP(z, network, kernel), make_noise(0.1), dense.random_q(M)
-    parameters = model.variational_strategy._variational_distribution
-    parameters.variational_mean.data.copy_(q[0])
-    parameters.chol_variational_covar.data.copy_(q[1])
-    model.variational_strategy.variational_params_initialized.fill_(1)
+    q, likelihood = dense.random_q(M), make_noise(0.1)
+    model = make_gp(z, kernel, q)
+    model.forward = lambda x: GP.forward(model, network(x))
 
     k = lambda a, b: dense.rbf(network(a), network(b), 0.7, torch.tensor([0.3, 0.5]))
     Kuu, Kuf, Kff = k(z, z), k(z, x), k(x, x)
@@ -352,9 +336,8 @@ def test_deep_kernel_gives_the_dense_bound_and_trains_its_network():
     actual = N * tighter_gp.TighterELBO(likelihood, model, N)(model(x), y)
     close(actual, expected, rtol=1e-8)
     weights = list(network.parameters())
-    pairs = zip(torch.autograd.grad(actual, weights), torch.autograd.grad(expected, weights), strict=True)
-    for left, right in pairs:
-        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
+    gradients, wanted = (torch.autograd.grad(value, weights) for value in (actual, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-6, atol=1e-8)
 
 
 class Areal(GP):
@@ -383,49 +366,26 @@ def test_sums_over_points_have_no_tighter_bound():
         TighterELBO(likelihood, model, 1)(model(x), y)
 
 
-def classes(wrap, num_classes=3, **kwargs):
-    points = torch.full((num_classes, 1, 1), 50.0)
-    batch_shape = torch.Size([num_classes])
-    make = lambda model: wrap(
-        tighter_gp.TighterVariationalStrategy(
-            model, points, gpytorch.variational.CholeskyVariationalDistribution(1, batch_shape), **kwargs
-        )
-    )
-    return GP(make)
-
-
 @pytest.mark.parametrize("num_points", [3, 4])  # as many as classes, and not
 def test_a_point_without_a_label_pays_for_none_of_its_functions(num_points):
-    model = classes(lambda s: IndependentMultitaskVariationalStrategy(s, num_tasks=3), conditional="scalar")
+    model = make_model(independent(), (P,), conditional="scalar")
     scales = torch.tensor([0.9, 0.001, 0.8])
     model.variational_strategy.base_variational_strategy.conditional.m = scales
     likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
     mll = TighterELBO(likelihood, model, num_points, combine_terms=False)
-    x = torch.arange(float(num_points)).unsqueeze(-1)
     labels = torch.arange(float(num_points)) % 3
     labels[1] = math.nan
     with gpytorch.settings.observation_nan_policy("fill"):
-        paid = num_points * mll(model(x), labels).conditional
+        paid = num_points * mll(model(torch.rand(num_points, D)), labels).conditional
     expected = (num_points - 1) * price(scales).sum()
     torch.testing.assert_close(paid, expected)
 
 
 def test_learned_scales_follow_their_task_to_another_dimension():
-    points = torch.linspace(0, 1, 3).view(1, 1, 3, 1).repeat(2, 2, 1, 1)
-    make = lambda model: IndependentMultitaskVariationalStrategy(
-        tighter_gp.TighterVariationalStrategy(
-            model,
-            points,
-            gpytorch.variational.CholeskyVariationalDistribution(3, torch.Size([2, 2])),
-            conditional="scalar",
-        ),
-        num_tasks=2,
-        task_dim=-2,
-    )
-    model = GP(make)
+    model = make_model(independent(-2, num_tasks=2), (2, 2), conditional="scalar")
     strategy = model.variational_strategy.base_variational_strategy
     strategy.conditional.m = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # task, model
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, batch_shape=torch.Size([2]))
     mll = TighterELBO(likelihood, model, 5, combine_terms=False)
-    paid = mll(model(torch.rand(5, 1)), torch.randn(2, 5, 2)).conditional
+    paid = mll(model(torch.rand(5, D)), torch.randn(2, 5, 2)).conditional
     torch.testing.assert_close(paid, 2 * price(torch.tensor([0.9, 0.1])))

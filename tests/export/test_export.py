@@ -12,8 +12,10 @@ import torch
 from gpytorch import kernels, likelihoods, means
 
 import tighter_gp
-from tests.equations.test_wrappers import make_model
+from tests.equations.test_wrappers import independent, make_model
+from tests.tools import dense
 from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
+from tests.tools.solve_gp import make_solve_gp
 from tests.tools.support import Q_FORMS, randomize_q
 from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
@@ -66,6 +68,11 @@ def expected_of(model, likelihood, x):
     return [value.detach() for value in (q.mean, q.variance, y.mean, y.variance)]
 
 
+def check(model, likelihood):
+    x = torch.randn(11, D)
+    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+
+
 def svgp(kernel=None, mean=None, **kwargs):
     kwargs = {"jitter_val": 1e-6, **kwargs}
     model = randomize_q(make_gp(torch.randn(7, D), kernel, mean=0.4, **kwargs))
@@ -76,26 +83,18 @@ def svgp(kernel=None, mean=None, **kwargs):
 
 @pytest.mark.parametrize("name", make_kernels())
 def test_kernels(name):
-    model, likelihood, x = svgp(make_kernels()[name]), make_noise(0.3), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+    check(svgp(make_kernels()[name]), make_noise(0.3))
 
 
 @pytest.mark.parametrize("mean", [means.ZeroMean, means.ConstantMean, lambda: means.LinearMean(D)])
 def test_means(mean):
-    model, likelihood, x = svgp(mean=mean()), make_noise(0.3), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
-
-
-def laplace():
-    likelihood = likelihoods.LaplaceLikelihood()
-    likelihood.noise = 0.3
-    return likelihood
+    check(svgp(mean=mean()), make_noise(0.3))
 
 
 LIKELIHOODS = {
     "gaussian": lambda: make_noise(0.3),
     "student-t": likelihoods.StudentTLikelihood,
-    "laplace": laplace,
+    "laplace": lambda: likelihoods.LaplaceLikelihood().initialize(noise=0.3),
     "probit": likelihoods.BernoulliLikelihood,
     "logit": BernoulliLogitLikelihood,
     "poisson-exp": PoissonLikelihood,
@@ -105,8 +104,7 @@ LIKELIHOODS = {
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_likelihoods(name):
-    model, likelihood, x = svgp(), LIKELIHOODS[name](), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+    check(svgp(), LIKELIHOODS[name]())
 
 
 @pytest.mark.parametrize("nu", [2.0, 1.5, 0.8])
@@ -129,23 +127,12 @@ def test_student_t_noise_without_moments(nu):
 
 @pytest.mark.parametrize("form", Q_FORMS)
 def test_every_form_of_q(form):
-    model, likelihood, x = svgp(distribution=Q_FORMS[form]), make_noise(0.3), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+    check(svgp(distribution=Q_FORMS[form]), make_noise(0.3))
 
 
 def test_solve_gp():
-    def make(model):
-        q_u, q_v = (gpytorch.variational.CholeskyVariationalDistribution(n) for n in (5, 4))
-        for q in (q_u, q_v):
-            q.variational_mean.data = torch.randn_like(q.variational_mean)
-        strategy = tighter_gp.SolveGPVariationalStrategy(
-            model, torch.randn(5, D), torch.randn(4, D), q_u, q_v, jitter_val=1e-6
-        )
-        strategy.variational_params_initialized.fill_(1)
-        return strategy
-
-    model, likelihood, x = GP(make), make_noise(0.3), torch.randn(11, D)
-    assert_exports(tighter_gp.export_predictor(model, likelihood), x, expected_of(model, likelihood, x))
+    q_u, q_v = dense.random_q(5), dense.random_q(4)
+    check(make_solve_gp(torch.randn(5, D), torch.randn(4, D), None, q_u, q_v, jitter_val=1e-6), make_noise(0.3))
 
 
 @pytest.mark.parametrize("noise", [0.2, torch.linspace(0.1, 0.5, 40)], ids=["one", "per-point"])
@@ -163,8 +150,7 @@ def test_collapsed_models(noise):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "likelihood",
-    [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood, likelihoods.PoissonLikelihood],
+    "likelihood", [make_noise, BernoulliLogitLikelihood, likelihoods.BernoulliLikelihood, likelihoods.PoissonLikelihood]
 )
 def test_onnxruntime(likelihood, dtype, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -239,18 +225,13 @@ class Squared(kernels.RBFKernel):
     """Not a common kernel, though it looks like one."""
 
 
-def svgp_of_tasks():
-    wrap = lambda s: gpytorch.variational.IndependentMultitaskVariationalStrategy(s, num_tasks=3)
-    return make_model(wrap, (3,))
-
-
 REFUSED = {
     "kernel": (lambda: svgp(kernels.PeriodicKernel()), make_noise(0.3), "does not know PeriodicKernel"),
     "derived kernel": (lambda: svgp(kernels.ScaleKernel(Squared())), make_noise(0.3), "does not know Squared"),
     "noise": (svgp, make_noise(torch.full((5,), 0.2)), "does not know FixedNoiseGaussianLikelihood"),
     "classes": (svgp, likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False), "does not know Softmax"),
     "mean": (lambda: svgp(mean=Quadratic()), make_noise(0.3), "a zero, constant or linear mean"),
-    "tasks": (svgp_of_tasks, make_noise(0.3), "not wrapped for several tasks"),
+    "tasks": (lambda: make_model(independent(), (3,)), make_noise(0.3), "not wrapped for several tasks"),
 }
 
 
@@ -262,13 +243,7 @@ def test_what_is_not_known_is_refused(name):
 
 
 def test_forward_that_does_more_is_refused():
-    class Warped(GP):
-        def forward(self, x):
-            return super().forward(x.tanh())
-
-    def make(model):
-        q = gpytorch.variational.CholeskyVariationalDistribution(5)
-        return tighter_gp.TighterVariationalStrategy(model, torch.randn(5, D), q, jitter_val=1e-6)
-
+    model = svgp()
+    model.forward = lambda x: GP.forward(model, x.tanh())
     with pytest.raises(TypeError, match="exported module and predict differ"):
-        tighter_gp.export_predictor(randomize_q(Warped(make)), make_noise(0.3))
+        tighter_gp.export_predictor(model, make_noise(0.3))

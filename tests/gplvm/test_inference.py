@@ -19,7 +19,6 @@ from tighter_gp.gplvm import (
     plot_latents,
     relevance,
 )
-from tighter_gp.likelihoods import BernoulliLogitLikelihood, PoissonLikelihood
 
 mpl.use("agg")
 
@@ -162,22 +161,6 @@ def test_draws_are_functions_of_the_seed_and_leave_the_global_state(trained, nam
     assert torch.equal(call(), first)
     assert torch.equal(call(seed=0), first)
     assert not torch.equal(call(seed=1), first)
-
-
-@pytest.mark.parametrize("likelihood", [BernoulliLogitLikelihood(), PoissonLikelihood()])
-def test_non_gaussian_predictions_have_the_likelihoods_moments(likelihood):
-    toy = Toy()
-    model = toy.model(likelihood=likelihood, conditional="beta")
-    mean, variance = model.reconstruct(toy.mean)
-    assert mean.shape == variance.shape == (11, 3)
-    if isinstance(likelihood, BernoulliLogitLikelihood):
-        y = (toy.y > 0).double()
-        density = model.log_density(y, toy.mean)
-        close(density.exp(), torch.where(y > 0, mean, 1 - mean), 1e-6)
-    else:
-        y = torch.poisson(torch.full_like(toy.y, 2.0))
-        assert bool((model.log_density(y, toy.mean) < 0).all())
-        assert bool((variance >= 0.5 * mean).all())
 
 
 def test_relevance_orders_dimensions_by_spread_over_lengthscale():

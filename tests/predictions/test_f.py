@@ -6,8 +6,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.variational import (
     CholeskyVariationalDistribution,
     IndependentMultitaskVariationalStrategy,
@@ -16,7 +15,9 @@ from gpytorch.variational import (
 )
 
 import tighter_gp
-from tests.tools.factories import GP, CollapsedGP, make_gp, make_noise
+from tests.equations.test_deep_gp import two_layers
+from tests.tools.factories import GP, make_gp, make_noise
+from tests.tools.solve_gp import make_solve_gp
 from tests.tools.support import LargestOutput, assert_state, randomize_q, state
 
 N, M, D, T = 13, 5, 2, 3
@@ -52,34 +53,6 @@ def multitask(wrapper, strategy=TIGHTER, num_latents=2):
     return GP(make, batch_kernel(size), 0.4)
 
 
-def solve_gp():
-    q = [CholeskyVariationalDistribution(M), CholeskyVariationalDistribution(3)]
-    return GP(lambda model: SOLVE(model, points(M, seed=3), points(3, seed=4), *q), mean=0.4)
-
-
-class Layer(DeepGPLayer):
-    def __init__(self, input_dims, output_dims, strategy):
-        shape = torch.Size([] if output_dims is None else [output_dims])
-        q = CholeskyVariationalDistribution(M, batch_shape=shape)
-        z = torch.randn(*shape, M, input_dims, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        super().__init__(strategy(self, z, q), input_dims, output_dims)
-        self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
-        kernel = gpytorch.kernels.RBFKernel(batch_shape=shape)
-        self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=shape)
-
-    def forward(self, x):
-        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-class Deep(DeepGP):
-    def __init__(self, output_dims=None, strategy=TIGHTER):
-        super().__init__()
-        self.first, self.last = Layer(D, 2, strategy), Layer(2, output_dims, strategy)
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
 class Extracted(GP):
     """A feature extractor before the strategy, so that inducing points are features."""
 
@@ -96,7 +69,7 @@ MODELS = {
     "one output": lambda: make_gp(points(M, seed=3), jitter_val=1e-6, mean=0.4),
     "one output of GPyTorch": lambda: make_gp(points(M, seed=3), strategy=VariationalStrategy, jitter_val=1e-6),
     "batch of models": lambda: make_gp(points(M, seed=3), batch_kernel(T), batch_shape=torch.Size([T])),
-    "SOLVE-GP": solve_gp,
+    "SOLVE-GP": lambda: make_solve_gp(points(M, seed=3), points(3, seed=4), jitter_val=None, mean=0.4),
     "independent tasks": lambda: multitask(IndependentMultitaskVariationalStrategy),
     "independent tasks of GPyTorch": lambda: multitask(IndependentMultitaskVariationalStrategy, VariationalStrategy),
     "mixed tasks": lambda: multitask(LMCVariationalStrategy),
@@ -165,7 +138,7 @@ def test_nothing_is_left_behind(kind):
 @pytest.mark.parametrize("output_dims", [None, T])
 @pytest.mark.parametrize("strategy", [TIGHTER, VariationalStrategy])
 def test_deep_gp_is_the_model_at_the_same_draws(output_dims, strategy):
-    model, x = shake(Deep(output_dims, strategy)), points()
+    model, x = two_layers(num_outputs=output_dims, kind=strategy).eval(), points(dim=3)
     q = tighter_gp.predict(model, x, num_samples=7, seed=3)
     with torch.random.fork_rng([]), torch.no_grad(), gpytorch.settings.num_likelihood_samples(7):
         torch.manual_seed(3)
@@ -173,25 +146,6 @@ def test_deep_gp_is_the_model_at_the_same_draws(output_dims, strategy):
     assert q.mean.shape == (7, N) + (() if output_dims is None else (T,))
     torch.testing.assert_close(q.mean, expected.mean, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(q.variance, expected.variance, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_collapsed_models(ours):
-    x, kernel = points(20, seed=6), gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-    y, z = torch.sin(5 * x[:, 0]), points(M, seed=3)
-    if ours:
-        model = CollapsedGP(x, y, z, kernel, make_noise(0.05), 0.2)
-    else:
-        mean = gpytorch.means.ConstantMean()
-        mean.initialize(constant=0.2)
-        model = tighter_gp.CollapsedGP(x, y, z, kernel, make_noise(0.05), mean)
-    q = tighter_gp.predict(model, points(), batch_size=4)
-    k = lambda a, b: kernel(a, b).to_dense().detach()
-    K, inverse = k(z, z), torch.linalg.inv(k(z, z) + k(z, x) @ k(x, z) / 0.05)
-    mean = 0.2 + k(points(), z) @ inverse @ k(z, x) @ (y - 0.2) / 0.05
-    variance = k(points(), points()) - k(points(), z) @ (torch.linalg.inv(K) - inverse) @ k(z, points())
-    torch.testing.assert_close(q.mean, mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(q.variance, variance.diagonal(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["one output", "independent tasks", "mixed tasks", "one output of GPyTorch"])

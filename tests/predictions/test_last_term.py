@@ -66,13 +66,6 @@ class Dense:
         return ((1 - m[rows]).unsqueeze(-1) * h**2).sum(0)
 
 
-@pytest.mark.parametrize("last_term", LAST_TERMS)
-def test_collapsed_and_uncollapsed_models_agree_at_the_optimal_q(last_term):
-    one, other = predict(collapsed(), last_term, subset=3), predict(sparse(), last_term, subset=3)
-    torch.testing.assert_close(one.mean, other.mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(one.variance, other.variance, rtol=1e-8, atol=1e-9)
-
-
 @pytest.mark.parametrize("conditional", ["optimal", "beta", "scalar", "per_point"])
 @pytest.mark.parametrize("rows", [None, torch.tensor([0, 3, 16, 7])], ids=["exact", "subset"])
 def test_the_exact_term_is_the_dense_one(conditional, rows):

@@ -32,12 +32,7 @@ class Setting(NamedTuple):
 SETTINGS = [
     Setting(*values)
     for values in itertools.product(
-        ("unit", "unscaled"),
-        ("short", "long"),
-        ("spread", "coinciding"),
-        (1e-2, 1e-6),
-        (0.1, 1.0),
-        ("rbf", "matern52"),
+        ("unit", "unscaled"), ("short", "long"), ("spread", "coinciding"), (1e-2, 1e-6), (0.1, 1.0), ("rbf", "matern52")
     )
 ]
 

@@ -15,13 +15,13 @@ import sys
 import time
 import warnings
 
-import gpytorch
 import numpy as np
 import torch
 from gpytorch import kernels, likelihoods, means, variational
 from torch import Tensor
 
 import tighter_gp
+from tests.tools.factories import GP
 
 N, B, M, ORTHOGONAL, D = 11, 6, 4, 3, 2
 
@@ -178,17 +178,6 @@ def draw_kernel(rng: random.Random, batch: torch.Size, depth: int = 0):
     return kernels.ScaleKernel(kernel, batch_shape=batch) if rng.random() < 0.7 or kind == "linear" else kernel
 
 
-class GP(gpytorch.models.ApproximateGP):
-    """The model under audit."""
-
-    def __init__(self, make, mean, kernel):
-        super().__init__(make(self))
-        self.mean_module, self.covar_module = mean, kernel
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 FORMS = {
     "cholesky": variational.CholeskyVariationalDistribution,
     "mean-field": variational.MeanFieldVariationalDistribution,
@@ -229,7 +218,8 @@ def draw(seed: int):
         make = lambda model: tighter_gp.SolveGPVariationalStrategy(
             model, z, o, q(form, M), q(other, ORTHOGONAL), **options
         )
-    model = GP(make, mean, kernel)
+    model = GP(make, kernel)
+    model.mean_module = mean
     name = rng.choice(["gaussian", "gaussian", "fixed", "probit", "poisson"])
     x, f = 2 * torch.rand(N, D), torch.randn(*batch, N)
     if name == "gaussian":

@@ -96,16 +96,10 @@ FORMS = {
 def wrong_values(problem: Problem, setting: Setting, objective) -> list[str]:
     """What is wrong with the bound at the current parameters; empty if nothing is."""
     narrow, likelihood, x, y = problem
-    wide, wide_likelihood, x, y = (
-        copy.deepcopy(narrow).double(),
-        copy.deepcopy(likelihood).double(),
-        x.double(),
-        y.double(),
-    )
-    bounds = [
-        float(tighter_gp.evaluate_bound(*parts, objective=objective))
-        for parts in (problem, (wide, wide_likelihood, x, y))
-    ]
+    wide, wide_likelihood = copy.deepcopy(narrow).double(), copy.deepcopy(likelihood).double()
+    both = problem, (wide, wide_likelihood, x.double(), y.double())
+    bounds = [float(tighter_gp.evaluate_bound(*parts, objective=objective)) for parts in both]
+    x, y = both[1][2:]
     with torch.no_grad():
         variance, noise = wide.covar_module.outputscale, wide_likelihood.noise.squeeze()
         targets = y - wide.mean_module(x)

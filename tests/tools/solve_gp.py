@@ -5,26 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from gpytorch.variational import (
-    CholeskyVariationalDistribution,
-    DeltaVariationalDistribution,
-    MeanFieldVariationalDistribution,
-    NaturalVariationalDistribution,
-    TrilNaturalVariationalDistribution,
-    VariationalStrategy,
-)
+from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 
 from tests.tools import dense
 from tests.tools.factories import GP, make_gp, make_kernel
+from tests.tools.support import Q_FORMS
 from tighter_gp import SolveGPVariationalStrategy
 
-DISTRIBUTIONS = (
-    CholeskyVariationalDistribution,
-    MeanFieldVariationalDistribution,
-    DeltaVariationalDistribution,
-    NaturalVariationalDistribution,
-    TrilNaturalVariationalDistribution,
-)
+DISTRIBUTIONS = tuple(Q_FORMS.values())
 MU, MV = 5, 3
 
 
@@ -45,11 +33,8 @@ def make_solve_gp(
     first, second = (
         kind(points.size(-2), batch_shape=batch_shape) for kind, points in zip(distributions, (z, o), strict=True)
     )
-    model = GP(
-        lambda model: SolveGPVariationalStrategy(model, z, o, first, second, jitter_val=jitter_val, **kwargs),
-        kernel,
-        mean,
-    )
+    make = lambda model: SolveGPVariationalStrategy(model, z, o, first, second, jitter_val=jitter_val, **kwargs)
+    model = GP(make, kernel, mean)
     if q_u is not None:
         set_cholesky(first, q_u)
         set_cholesky(second, q_v)

@@ -28,20 +28,18 @@ def problem(**kwargs):
     return make_gp(x[:M].clone(), make_kernel("rbf", 1.0, torch.tensor([0.9, 1.3])), **kwargs), make_noise(0.2)
 
 
+def with_prior():
+    model, likelihood = problem()
+    model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
+    return model, likelihood
+
+
 def parameters(*modules):
     return torch.cat([p.detach().flatten() for module in modules for p in module.parameters()])
 
 
 class Interrupted(Exception):
     pass
-
-
-def interrupt_at(step: int):
-    def callback(state):
-        if state.step == step:
-            raise Interrupted
-
-    return callback
 
 
 def collapsed():
@@ -92,22 +90,6 @@ def state(*modules):
 
 def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def svgp():
-    """A model whose score is computed in chunks of ``model(x)``."""
-    x, _ = data()
-
-    class SVGP(gpytorch.models.ApproximateGP):
-        def __init__(self):
-            q = gpytorch.variational.CholeskyVariationalDistribution(M)
-            super().__init__(gpytorch.variational.VariationalStrategy(self, x[:M].clone(), q))
-            self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), gpytorch.kernels.RBFKernel()
-
-        def forward(self, x):
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-    return SVGP(), make_noise(0.2)
 
 
 def per_point():

@@ -8,12 +8,12 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import tighter_gp
 from tests.training.problems import M, N, data, parameters, per_point, problem
 from tighter_gp import fit
-from tighter_gp.training.batches import ArrayBatches, LoaderBatches
+from tighter_gp.training.batches import ArrayBatches
 
 LIKE = torch.zeros(())
 
@@ -89,14 +89,6 @@ def test_the_default_device_and_the_global_random_state_do_not_matter():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_members_of_a_batch_of_models_are_cut_along_their_points():
-    x, y = data()
-    source = ArrayBatches(x.expand(2, N, 2), torch.stack([y, -y]), {}, problem()[1], LIKE, 10, 0)
-    batch = next(source.iterate(0))
-    assert batch.x.shape == (2, len(batch.rows), 2)
-    assert torch.equal(batch.y, torch.stack([y, -y])[:, batch.rows])
-
-
 # -- DataLoaders ------------------------------------------------------------------------------------------------------
 
 
@@ -128,13 +120,6 @@ def test_a_shuffled_loader_is_a_function_of_the_seed_and_resumes(kwargs, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         outcome(make(), steps=8, checkpoint=path, callbacks=[stop])
     assert torch.equal(outcome(make(), steps=8, checkpoint=path, resume=True, callbacks=[stop]), whole)
-
-
-def test_the_number_of_training_points_is_the_datasets_or_what_is_passed():
-    number = lambda source, passed=None: LoaderBatches(source, *problem(), LIKE, 0, passed).num_data
-    assert number(loader()) == N
-    assert number(loader(sampler=SubsetRandomSampler(range(20)))) == 20
-    assert number(loader(), 7) == 7
 
 
 class Endless(torch.utils.data.IterableDataset):

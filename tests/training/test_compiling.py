@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 
-import gpytorch
 import pytest
 import torch
 
 import tighter_gp
-from tests.training.problems import N, data, parameters, problem
+from tests.training.problems import N, data, parameters, problem, with_prior
 from tighter_gp import Recipe, fit
 from tighter_gp.models import BinaryClassification, MultiOutputRegression, Regression
 
@@ -29,18 +28,12 @@ def float32(make, y):
     return made
 
 
-def with_prior():
-    model, likelihood = problem()
-    model.covar_module.register_prior("scale", gpytorch.priors.GammaPrior(2.0, 1.0), "outputscale")
-    return model, likelihood, *data()
-
-
 CASES = {
     "gaussian": (float32(lambda x: Regression(x, 8), lambda y: y), {}),
     "logistic": (float32(lambda x: BinaryClassification(x, 8), lambda y: (y > 0).long()), {}),
     "tasks": (float32(lambda x: MultiOutputRegression(2, x, 8), lambda y: torch.stack([y, -y], -1)), {}),
     "adam": (lambda: (*problem(), *data()), {"natural": 0}),
-    "prior": (with_prior, {}),
+    "prior": (lambda: (*with_prior(), *data()), {}),
 }
 
 

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 N, M, D = 23, 5, 2
 # Rows of the batches of two loaders, of which one gets more than the other.
-PARTS = [
-    [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13]],
-    [[14, 15], [16, 17, 18], [19, 20, 21, 22]],
-]
+PARTS = [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13]], [[14, 15], [16, 17, 18], [19, 20, 21, 22]]]
 
 
 def data():
@@ -230,15 +227,7 @@ def test_torchrun_needs_no_more_than_fit(tmp_path):
         "found = run(*problem())\n"
         "torch.save(found, sys.argv[1] + __import__('os').environ['RANK'])\n"
     )
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(program),
-        str(tmp_path / "out"),
-    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), str(tmp_path / "out")]
     environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", *launch], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

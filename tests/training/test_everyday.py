@@ -116,12 +116,6 @@ def test_initialize_finds_a_start_that_learns_for_any_stationary_kernel(kernel, 
     assert error.square().mean().sqrt() < 0.7 * y[500:].std()
 
 
-def test_kmeans_of_a_model_reads_no_more_rows_of_a_memory_map_than_it_needs(tmp_path):
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((100_000, 2), dtype=np.float32))
-    model = Regression(np.load(tmp_path / "x.npy", mmap_mode="r"), 4)
-    assert model.variational_strategy.inducing_points.shape == (4, 2)
-
-
 # ---- what a run says ------------------------------------------------------------------------------------------------
 
 
@@ -264,13 +258,6 @@ def test_a_long_run_of_a_latent_variable_model_is_not_compiled():
     assert (history.steps, history.skipped) == (1, [])
 
 
-def test_float64_arrays_train_a_float32_model():
-    x, y = rows_of(60)
-    model = Regression(x.float(), 8)
-    assert len(fit(model, model.likelihood, x.double(), y.double(), steps=3).loss) == 3
-    assert model.covar_module.base_kernel.lengthscale.dtype == torch.float32
-
-
 def test_the_bar_and_the_log_show_the_loss_of_a_batch_before_its_step(caplog):
     x, y = rows_of(400)
     model = Regression(x, 64)
@@ -301,3 +288,9 @@ def test_a_bar_of_progress(capsys):
     model = tighter_gp.models.Regression(x, num_inducing=4)
     tighter_gp.fit(model, model.likelihood, x, x[:, 0], steps=12, batch_size=20, validation=(x, x[:, 0]), progress=True)
     assert "step/s" in capsys.readouterr().err
+
+
+def test_kmeans_of_a_model_reads_no_more_rows_of_a_memory_map_than_it_needs(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((100_000, 2), dtype=np.float32))
+    model = Regression(np.load(tmp_path / "x.npy", mmap_mode="r"), 4)
+    assert model.variational_strategy.inducing_points.shape == (4, 2)

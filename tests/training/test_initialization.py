@@ -56,15 +56,6 @@ def test_the_bound_is_higher_and_frozen_parameters_stay(solve_gp, as_array):
     assert len(points.unique(dim=0)) == len(points)
 
 
-def test_q_is_the_optimal_one_of_all_rows_where_they_are_few():
-    x, y = data()
-    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
-    tighter_gp.initialize(model, likelihood, x, y)
-    found = tighter_gp.evaluate_bound(model, likelihood, x, y)
-    tighter_gp.set_optimal_q(model, likelihood, x, y)
-    torch.testing.assert_close(found, tighter_gp.evaluate_bound(model, likelihood, x, y), rtol=1e-6, atol=0)
-
-
 class Doubled(gpytorch.likelihoods.GaussianLikelihood):
     def _shaped_noise_covar(self, *args, **kwargs):
         return 2 * super()._shaped_noise_covar(*args, **kwargs)
@@ -195,23 +186,6 @@ def test_more_points_than_rows_stay_where_they_are():
     model = GP(x[:M])
     tighter_gp.initialize(model, gpytorch.likelihoods.GaussianLikelihood(), x[: M - 2], y[: M - 2])
     assert torch.equal(model.variational_strategy.inducing_points, x[:M])
-
-
-def test_where_everything_is_frozen_q_alone_is_set():
-    x, y = data()
-    model, likelihood = GP(x[:M]), gpytorch.likelihoods.GaussianLikelihood()
-    strategy = model.variational_strategy
-    for module in (model.covar_module, model.mean_module, likelihood):
-        module.requires_grad_(False)
-    strategy.inducing_points.requires_grad_(False)
-    before = {name: value.clone() for name, value in model.state_dict().items() if "variational" not in name}
-    tighter_gp.initialize(model, likelihood, x, y)
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    expected = GP(x[:M])
-    tighter_gp.set_optimal_q(expected, likelihood, x, y)
-    value = lambda model: tighter_gp.evaluate_bound(model, likelihood, x, y)
-    torch.testing.assert_close(value(model), value(expected))
 
 
 def test_hyperparameters_that_fail_on_the_way_stay_as_they_were(monkeypatch, caplog):
