@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.operators import DiagLinearOperator
@@ -28,7 +27,7 @@ from torch import Tensor
 from .collapsed.core import DataSums, data_sums, sums_of
 from .data import reference
 from .likelihoods.expectations import expected_slopes
-from .likelihoods.family import family, gaussian_noise
+from .likelihoods.family import family, gaussian_noise, scale_noise
 from .likelihoods.targets import check_targets
 from .maths.collapsed import collapse
 from .maths.linalg import full_precision
@@ -316,7 +315,7 @@ class NeighbourGP(RowSearch):
                 break
         self._take(max(stops, key=lambda stop: stop.density), usual)
         self.noise_factor = self.noise[0] / trained[0] * self.scale
-        _scale_noise(self.likelihood, self.noise_factor)
+        scale_noise(self.likelihood, self.noise_factor)
 
     def _at_rows(
         self, rows: Tensor, values: dict[str, Tensor], in_q: bool = False, num_neighbours: int | None = None
@@ -360,15 +359,3 @@ class NeighbourGP(RowSearch):
             if cost < 0.5 * gain:
                 self.scale = scale
                 break
-
-
-def _scale_noise(likelihood: Any, factor: Tensor) -> None:
-    """Multiply the noise of a likelihood, also to less than its constraint allowed in training."""
-    covar = likelihood.noise_covar
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
-        covar.noise = covar.noise * factor
-        covar = likelihood.second_noise_covar
-    if covar is not None:
-        noise = covar.noise * factor
-        covar.register_constraint("raw_noise", Positive())
-        covar.noise = noise

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpytorch import likelihoods, settings
+from gpytorch.constraints import Positive
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from gpytorch.likelihoods.likelihood import Likelihood, _Likelihood, _OneDimensionalLikelihood
 from gpytorch.likelihoods.multitask_gaussian_likelihood import _MultitaskGaussianLikelihoodBase
@@ -120,6 +121,18 @@ def gaussian_noise(likelihood: Any, batch_shape: torch.Size, event_shape: torch.
         )
     noise = likelihood._shaped_noise_covar(batch_shape + event_shape, **kwargs).diagonal(dim1=-1, dim2=-2)
     return noise.reshape(*noise.shape[:-1], *event_shape) if len(event_shape) > 1 else noise
+
+
+def scale_noise(likelihood: Any, factor: Tensor) -> None:
+    """Multiply the noise of a likelihood, also to less than its constraint allowed in training."""
+    covar = likelihood.noise_covar
+    if isinstance(likelihood, likelihoods.FixedNoiseGaussianLikelihood):
+        covar.noise = covar.noise * factor
+        covar = likelihood.second_noise_covar
+    if covar is not None:
+        noise = covar.noise * factor
+        covar.register_constraint("raw_noise", Positive())
+        covar.noise = noise
 
 
 def _fixed_noise(likelihood: Any, event_shape: torch.Size, noise: Tensor | None = None, **kwargs: Any) -> Tensor:
