@@ -24,9 +24,6 @@ from ..settings import float32_factor
 # Dimensions up to which the norms ride in the product of a squared distance.
 _FEW_DIMENSIONS = 64
 
-# Entries of a product from which on it is computed in pieces, and of a piece.
-_LARGE, _PIECE = 2**21, 2**18
-
 # From squared distances, which are overwritten, to the covariance and its derivative in them, but for a factor.
 Profile = Callable[[Tensor], tuple[Tensor, Tensor, float]]
 
@@ -194,32 +191,14 @@ def squared_distance(x: Tensor, rows: slice, columns: slice) -> Tensor:
     first, second, norm1, norm2 = wide[..., rows, :], wide[..., columns, :], norms[..., rows, :], norms[..., columns, :]
     if x.size(-1) <= _FEW_DIMENSIONS:  # |a|^2 - 2 a'b + |b|^2 as one product
         left = torch.cat([first * -2, norm1, torch.ones_like(norm1)], -1)
-        squared = _product(left, torch.cat([second, torch.ones_like(norm2), norm2], -1), x.dtype)
+        right = torch.cat([second, torch.ones_like(norm2), norm2], -1)
+        squared = (left @ right.mT).to(x.dtype)
     else:
         squared = (first @ second.mT).mul_(-2).add_(norm1).add_(norm2.mT).to(x.dtype)
     squared = squared.clamp_min_(0)  # [..., N1, N2]
     if (rows.start or 0) == (columns.start or 0):
         squared.diagonal(dim1=-1, dim2=-2).zero_()
     return squared
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right.mT``, rounded to a dtype; a large one piece by piece, each of which stays in a processor's cache."""
-    num_rows, num_columns = left.size(-2), right.size(-2)
-    if left.dtype == dtype or left.device.type != "cpu" or left.shape[:-2].numel() * num_rows * num_columns < _LARGE:
-        return (left @ right.mT).to(dtype)
-    found = left.new_empty(*left.shape[:-1], num_columns, dtype=dtype)
-    step = max(1, _PIECE // num_columns)
-    for out, a, b in zip(
-        found.flatten(0, -3) if found.dim() > 2 else [found], *map(_items, (left, right)), strict=True
-    ):
-        for start in range(0, num_rows, step):
-            out[start : start + step] = a[start : start + step] @ b.mT
-    return found
-
-
-def _items(values: Tensor) -> Tensor:
-    return values.reshape(-1, *values.shape[-2:])
 
 
 # ---- any other kernel -------------------------------------------------------------------------------------------------
