@@ -7,6 +7,7 @@ import numpy as np
 from . import plotting
 from .scores import BOUND, LOG_LIKELIHOOD, PUBLISHED, Result, label, lines_of, mean, setting
 
+NEAR = {"neighbours": plotting.INK, "gpboost vecchia": plotting.GREY}
 OURS = {"t-svgp": plotting.VERMILION, "t-solve-gp": plotting.ORANGE, "t-sgpr": plotting.PURPLE, "svgp": plotting.GREEN}
 _TONES = (plotting.BLUE, plotting.SKY, plotting.INK, plotting.GREY, "#8C6D31", "#5B8C5A", "#9E9AC8")
 
@@ -30,14 +31,15 @@ def _envelope(runs: list[Result]) -> list[tuple[float, float]]:
 
 
 def quality(dataset: str) -> None:
-    """Test NLPD against seconds of training, the best so far of each method; ours are thick, neighbours below the others."""
+    """Test NLPD against seconds of training, the best so far of each method; ours are thick, what sees near rows lies below."""
     lines = [line for line in lines_of("quality") if line["dataset"] == dataset]
-    near = _envelope([line for line in lines if line["method"] == "neighbours"])
-    methods = sorted({line["method"] for line in lines} - {"neighbours"}, key=lambda name: (name in OURS, name))
+    methods = sorted({line["method"] for line in lines} - {*NEAR}, key=lambda name: (name in OURS, name))
     tones = iter(_TONES)
     figure = plotting.new_figure(7.6, 4.8)
     (axes, below), finals = figure.subplots(2, 1, sharex=True, height_ratios=(3.5, 1)), []
-    below.plot(*zip(*near, strict=True), marker="o", color=plotting.INK, linewidth=2.6, label=label("neighbours"))
+    for method, colour in NEAR.items():
+        points = _envelope([line for line in lines if line["method"] == method])
+        below.plot(*zip(*points, strict=True), marker="o", color=colour, linewidth=2.6, label=label(method))
     below.set(xlabel="seconds of training", ylabel="test NLPD")
     below.margins(y=0.4)
     for method in methods:

@@ -260,15 +260,16 @@ def share(lines: Sequence[Result], peer: Result) -> float | None:
 def quality() -> str:
     """Final scores, and in which fraction of each run's time T-SVGP has its final NLPD."""
     lines, datasets = lines_of("quality"), ("kin40k", "protein")
-    cells: dict[tuple[str, int], dict[str, list[str]]] = {}
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for line in sorted(lines, key=lambda line: line["method"] in OURS):
         (seconds, nlpd, _), same = line["trace"][-1], [one for one in lines if one["dataset"] == line["dataset"]]
         part = share(same, line)
         told = "" if line["method"] == "t-svgp" else "never" if part is None else f"{part:.2f}"
-        own = cells.setdefault((label(line["method"]), setting(line, "epochs")), {})
+        epochs = "" if line["method"].startswith("gpboost") else str(setting(line, "epochs"))
+        own = cells.setdefault((label(line["method"]), epochs), {})
         own[line["dataset"]] = [f"{seconds:.1f}", f"{nlpd:.3f}", told]
     rows = [
-        [name, str(epochs), *(cell for one in datasets for cell in own.get(one, [""] * 3))]
+        [name, epochs, *(cell for one in datasets for cell in own.get(one, [""] * 3))]
         for (name, epochs), own in cells.items()
     ]
     header = [f"{dataset}: {word}" for dataset in datasets for word in ("seconds", "NLPD", "T-SVGP after")]

@@ -189,8 +189,8 @@ def test_points_that_coincide_are_factorised_with_a_jitter_of_their_scale():
     assert float(found.residual.detach().max()) < 1e6 * 1e-5
 
 
-def test_a_large_product_in_pieces():
-    """As many entries as are computed piece by piece, with batches, against one product."""
+def test_squared_distances_of_a_batch():
+    """In float32, each as good as its own digits."""
     torch.manual_seed(0)
     x = torch.randn(3, 900, 2).float()
     rows, columns = slice(None, 850), slice(None)
