@@ -22,7 +22,6 @@ from .scores import (
     Result,
     Row,
     differences,
-    gap,
     grouped,
     label,
     lines_of,
@@ -100,17 +99,16 @@ def pairs_table(rows: Sequence[Row], lines: Sequence[Result] = ()) -> str:
             totals[metric.title] += tally(values, metric)
             found = mean(values)
             cells.append((found and f"{found.show(metric.digits, signed=True)} ({wins(tally(values, metric))})") or "")
-        gaps = [one for pair in matched for one in map(gap, pair) if one is not None]
         other = [_other_budget(lines, matched)] if lines else []
         name = f"{label(tighter)} − {label(base)}" + (f" ({', '.join(own)})" if own else "")
-        shown.append([dataset, str(size), name, *cells, f"{min(gaps):+.4f}", *other])
+        shown.append([dataset, str(size), name, *cells, *other])
     is_single = len({row[2] for row in shown}) == 1
     if len(shown) > 1:
-        blank = [""] * (1 + bool(lines))
-        shown.append(["all", "", "", *(f"({wins(totals[metric.title])})" for metric in metrics), *blank])
+        shown.append(
+            ["all", "", "", *(f"({wins(totals[metric.title])})" for metric in metrics), *([""] if lines else [])]
+        )
     changes = [f"Δ {metric.title}" for metric in metrics]
-    last = ["least gap", *(["Δ bound, two budgets"] if lines else [])]
-    header = ["data", "M", "pair", *changes, *last]
+    header = ["data", "M", "pair", *changes, *(["Δ bound, two budgets"] if lines else [])]
     kept = [i for i in range(len(header)) if i != 2 or not is_single]
     return table([header[i] for i in kept], [[row[i] for i in kept] for row in shown])
 

@@ -185,12 +185,6 @@ def wins(counts: Counter[str]) -> str:
     return f"{counts['win']}/{counts['tie']}/{counts['loss']}"
 
 
-def gap(result: Result) -> float | None:
-    """The tighter bound less the standard one at a result's own parameters."""
-    tighter, base = result.get("bound_tighter"), result.get("bound_base")
-    return None if tighter is None or base is None else tighter - base
-
-
 def flags_of_scores(rmse: float, test_std: float) -> list[str]:
     """What a run is flagged with that predicts no better than the mean of the targets."""
     return [LEARNT_THE_MEAN] if rmse >= 0.98 * test_std else []
