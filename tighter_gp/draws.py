@@ -24,7 +24,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def seed_of(*parts: int) -> int:
     """One seed from several numbers, such that neighbouring ones have nothing in common."""
     numbers = [part if part >= 0 else part % 2**32 for part in parts]
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextmanager
