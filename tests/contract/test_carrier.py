@@ -30,7 +30,9 @@ class Suite(LinearOperatorTestCase):
     def setUp(self):
         super().setUp()
         torch.set_default_dtype(torch.float32)
-        self.enterContext(settings.fast_computations(True, True, True))  # which BoTorch turns off at import
+        fast = settings.fast_computations(True, True, True)  # which BoTorch turns off at import
+        fast.__enter__()
+        self.addCleanup(fast.__exit__, None, None, None)
 
 
 class TestCarrier(Suite, unittest.TestCase):

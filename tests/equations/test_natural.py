@@ -10,7 +10,7 @@ from tighter_gp.maths import natural
 M, B = 5, 17
 
 
-@pytest.mark.parametrize("size", [0.3, torch.tensor(0.3), 1.0])
+@pytest.mark.parametrize("size", [0.3, torch.tensor(0.3, dtype=torch.float64), 1.0])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_a_step_is_its_equation(size, diagonal):
     A, slope, curvature, root = torch.randn(M, B), torch.randn(B), torch.rand(B), torch.randn(M, M)
