@@ -70,7 +70,11 @@ def try_versions(python: str, requirements: list[str], folder: Path) -> dict[str
         run = [str(environment / "bin" / "python"), "-m"]
         pip = [*run, "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(
-            [*pip, *requirements, "pytest", "scipy"], cwd=ROOT, capture_output=True, text=True, check=False
+            [*pip, *requirements, "hypothesis", "pytest", "scikit-learn", "scipy"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             return {"outcome": "cannot be installed", "error": done.stderr.strip()[-2000:]}
