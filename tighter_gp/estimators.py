@@ -83,7 +83,7 @@ class _TighterGP(BaseEstimator):
 
     @property
     def relevance_(self) -> np.ndarray:
-        """How much each input matters: the inverse of its lengthscale, zero for a constant; they sum to one."""
+        """How much each input matters, by the inverse of its lengthscale, zero for a constant. The sum is one."""
         check_is_fitted(self)
         kernels = [part for part in self.model_.modules() if getattr(part, "has_lengthscale", False)]
         scales = [kernel.lengthscale.detach().flatten(0, -2).mean(0).expand(len(self._std)) for kernel in kernels]
