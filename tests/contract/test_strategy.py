@@ -206,3 +206,15 @@ def test_a_batch_of_distributions_starts_in_float32(distribution):
     assert torch.isfinite(q.mean).all()
     assert q.mean.abs().max() < 0.1  # the prior, but for a little noise
     torch.testing.assert_close(q.variance, torch.ones(10, 7, dtype=torch.float32), rtol=0, atol=1e-2)
+
+
+def test_a_form_of_ones_own_may_have_any_covariance():
+    class Dense(CholeskyVariationalDistribution):
+        def forward(self):
+            root = self.chol_variational_covar.tril()
+            return gpytorch.distributions.MultivariateNormal(self.variational_mean, root @ root.mT)
+
+    model = gp()
+    own = make_gp(P.z, make_kernel("rbf", P.variance, P.lengthscales), distribution=Dense, jitter_val=1e-5, mean=0.4)
+    own.load_state_dict(model.state_dict())
+    assert_equal(prediction(own.eval()), prediction(model.eval()))
