@@ -158,16 +158,14 @@ def mnist() -> str:
 def headline() -> str:
     """What comes of a tighter bound and of neighbours, a line per data set."""
     rows, near, quality_lines = [], lines_of("neighbours"), lines_of("quality")
+    pairs_of = {
+        own[0]: matched for own, (base, _), matched in rows_of(lines_of("uci")) if (own[1], base) == (256, "svgp")
+    }
     for dataset in HEADLINE:
-        (bounds,) = (
-            matched
-            for own, methods, matched in rows_of(lines_of("uci"))
-            if own[:2] == (dataset, 256) and methods[0] == "svgp"
-        )
-        gain = mean(differences(bounds, BOUND))
+        gain = mean(differences(pairs_of[dataset], BOUND))
         cells = [cell(near, dataset, 256, name, digits, NEIGHBOURS[:3]) for name, digits in (("nlpd", 2), ("rmse", 3))]
-        tuned = [line for line in quality_lines if line["dataset"] == dataset and line["method"] == "gpytorch tuned"]
         same = [line for line in quality_lines if line["dataset"] == dataset]
+        tuned = [line for line in same if line["method"] == "gpytorch tuned"]
         rows.append(
             [dataset, gain.show(3, signed=True) if gain else "", *cells, *(f"{share(same, t):.2f}" for t in tuned)]
         )

@@ -114,9 +114,7 @@ class _Batch:
     def gaussian(self) -> tuple[Tensor, Tensor]:
         """Expected log density and price, point by point, in closed form."""
         q, origin = self.q, self.carrier.origin
-        noise = gaussian_noise(
-            self.likelihood, q.batch_shape, q.event_shape, **self.kwargs
-        )  # sigma_n^2, broadcasts to y
+        noise = gaussian_noise(self.likelihood, q.batch_shape, q.event_shape, **self.kwargs)  # broadcasts to y
         if self.conditional.is_learned:
             kept, penalty = self.learned()
         else:

@@ -139,9 +139,7 @@ class TighterStrategy(VariationalStrategy):
         def joint(x: Tensor, **kwargs: Any) -> tuple[Tensor, LinearOperator]:
             batch = torch.broadcast_shapes(points.shape[:-2], x.shape[:-2])
             first, second = points.expand(*batch, -1, -1), x.expand(*batch, -1, -1)  # [..., M, D] and [..., B, D]
-            prior = self.model.forward(
-                torch.cat([first, second], dim=-2), **kwargs
-            )  # at Z and x together, M + B points
+            prior = self.model.forward(torch.cat([first, second], dim=-2), **kwargs)  # at M + B points
             return prior.mean[..., points.size(-2) :], prior.lazy_covariance_matrix
 
         if dtype is None and self.conditional.needs_double and self.training:
@@ -211,9 +209,7 @@ class TighterStrategy(VariationalStrategy):
         dtype = points.mean.dtype
         # GPyTorch adds the jitter to the data's diagonal too. It rides in s, so that all bounds pay the same for it.
         location, s = points.mean + mean.to(dtype), explained.to(dtype) + self.jitter_val
-        location, s, residual = torch.broadcast_tensors(
-            location, s, points.residual.to(dtype)
-        )  # of all functions of the batch
+        location, s, residual = torch.broadcast_tensors(location, s, points.residual.to(dtype))  # [..., B]
         conditional, kept, learned = self.conditional, residual, []
         if conditional.is_learned and (self.training or index is not None or not conditional.needs_index):
             scale, penalty = conditional.scale(residual, index=index), conditional.penalty(residual, index=index)

@@ -260,11 +260,8 @@ class Guard:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over what that returned."""
-        self.state, self.damping, self.failures = (
-            self.inner.load_state_dict(saved["inner"]),
-            saved["damping"],
-            saved["failures"],
-        )
+        self.state = self.inner.load_state_dict(saved["inner"])
+        self.damping, self.failures = saved["damping"], saved["failures"]
         if saved["before"] is not None:
             self.before = [value.to(p) for value, p in zip(saved["before"], self.parameters, strict=True)]
 
